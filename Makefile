@@ -1,0 +1,49 @@
+# Two commands: `make book` builds the site with its first page run live, `make test` checks everything.
+# The environment, .venv, is made by either and brought up to date when pyproject.toml or constraints.txt change.
+
+PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3; do command -v $$name && break; done)
+BIN := .venv/bin
+ENVIRONMENT := .venv/.up-to-date
+PEERS := .venv-peers/.up-to-date
+
+# Data files beside the checkout, where there are some; elsewhere the loaders download what they need.
+ifneq ($(wildcard ../shared/data),)
+export GP_THESIS_DATA ?= $(abspath ../shared/data)
+endif
+
+.PHONY: book site test peers clean
+
+book: $(ENVIRONMENT)
+	$(BIN)/nbdev-export
+	rm -rf _live && cp -r nbs _live
+	cd _live && ../$(BIN)/jupyter execute --inplace index.ipynb
+	$(BIN)/python -m tools.site _live
+	@echo "The book is built: open _docs/index.html in a browser, or serve it:"
+	@echo "    $(BIN)/python -m http.server --bind 127.0.0.1 --directory _docs 8000"
+
+site: $(ENVIRONMENT)
+	$(BIN)/python -m tools.site
+
+test: $(ENVIRONMENT)
+	$(BIN)/python -m tools.check_export
+	$(BIN)/python -m tools.site
+	@start=$$(date +%s); GP_THESIS_PROFILE=quick $(BIN)/nbdev-test --n_workers 2 --timing && \
+	    echo "notebooks, quick profile: $$(( $$(date +%s) - start )) s"
+	$(BIN)/python -m pytest
+
+peers: $(PEERS)
+	.venv-peers/bin/python benchmarks/run.py
+
+clean:
+	rm -rf _docs _proc _live .pytest_cache .hypothesis
+
+$(ENVIRONMENT): pyproject.toml constraints.txt
+	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'Python 3.11 or later is needed: make PYTHON=...')"
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[test]"
+	touch $@
+
+$(PEERS): benchmarks/requirements-peers.txt
+	test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
+	.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
+	touch $@

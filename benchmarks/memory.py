@@ -1,0 +1,28 @@
+"""Peak memory of the exact objective and its gradient, in a process of its own: `memory.py N`. Prints one line of JSON."""
+
+import json
+import sys
+
+from machine import peak_memory
+from problems import regression
+from with_gp_thesis import exact
+from worker import seconds
+
+
+def measure(size: int) -> dict:
+    step, read = exact(regression(size, 8, "float64"))
+    before = peak_memory()
+    duration, result = seconds(step)
+    objective, gradient = read(result)
+    return {
+        "size": size,
+        "peak": peak_memory(),
+        "before": before,
+        "seconds": duration,
+        "objective": float(objective),
+        "gradient": {name: values.tolist() for name, values in gradient.items()},
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(int(sys.argv[1]))))

@@ -1,0 +1,121 @@
+"""Times this package and its peers in turn, each in a process of its own, and measures our peak memory.
+
+    python benchmarks/run.py                 # every benchmark
+    python benchmarks/run.py exact --libraries gpflow gp_thesis --dtypes float64 --rounds 1 --no-write
+
+Exit status 1 where libraries disagree, ours fails, or memory is over its limit; a failing peer is only reported."""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from statistics import median
+
+from machine import wait_for_quiet
+from problems import BENCHMARKS
+from report import OURS, compare, disagreements, show, speed_ratio, write
+
+LIBRARIES = ("gpflow", "gpytorch", "gpjax", "sklearn", OURS)
+DTYPES = ("float64", "float32")
+CORES = 2
+MEMORY_ROWS, MEMORY_LIMIT = 10_000, 6.0  # GiB
+ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "3"}
+
+
+def two_cores() -> None:
+    "Keep to the first cores allowed, so that larger machines give comparable numbers; Linux only."
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
+
+
+def in_process(script: str, *arguments) -> dict:
+    "The JSON on the last line that `script` prints; the last line of its errors under `error` if it fails."
+    command = [sys.executable, Path(__file__).with_name(script), *map(str, arguments)]
+    done = subprocess.run(command, env=os.environ | ENVIRONMENT, capture_output=True, text=True, preexec_fn=two_cores)
+    if done.returncode:
+        return {"error": (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]}
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def take_turns(name: str, dtype: str, options) -> tuple[dict[str, dict], dict[str, str]]:
+    "Rows of the libraries that have this benchmark, and the errors of those that failed; round after round."
+    rounds, failures, absent = {library: [] for library in options.libraries}, {}, set()
+    for _ in range(options.rounds):
+        for library in [x for x in options.libraries if x not in failures and x not in absent]:
+            wait_for_quiet(options.patience)
+            measured = in_process("worker.py", name, library, dtype, BENCHMARKS[name].repetitions)
+            if "error" in measured:
+                failures[library] = measured["error"]
+            elif "absent" in measured:
+                absent.add(library)
+            else:
+                rounds[library].append(measured)
+    return {library: row(found) for library, found in rounds.items() if found and library not in failures}, failures
+
+
+def row(rounds: list[dict]) -> dict:
+    "One library's rounds together: the first calls apart from the later ones."
+    times = [seconds for measured in rounds for seconds in measured["times"]]
+    last = rounds[-1]
+    return {
+        "first": median(measured["first"] for measured in rounds),
+        "median": median(times),
+        "min": min(times),
+        "max": max(times),
+        "calls": len(times),
+        "others": last["others"] and max(measured["others"] for measured in rounds),
+        **{key: last[key] for key in ("objective", "gradient", "versions")},
+    }
+
+
+def time_benchmark(name: str, options) -> list[str]:
+    "Time, show and write one benchmark; what went wrong comes back as sentences."
+    benchmark, results, wrong, reference = BENCHMARKS[name], {}, [], None
+    print(f"{name}: {benchmark.title}; milliseconds\n", flush=True)
+    for dtype in options.dtypes:
+        rows, failures = take_turns(name, dtype, options)
+        reference = reference or next(iter(rows.values()), None)
+        compare(rows, reference)
+        ratio = speed_ratio(rows)
+        show(dtype, rows, failures, ratio)
+        results[dtype] = {"ratio": ratio, "libraries": rows, "failures": failures}
+        wrong += disagreements(rows, dtype, benchmark.tolerance)
+        wrong += [f"{OURS} {dtype}: {failures[OURS]}"] if OURS in failures else []
+    if options.write:
+        write(name, {"title": benchmark.title, "wanted_ratio": benchmark.wanted, **results})
+    return wrong
+
+
+def measure_memory(options) -> list[str]:
+    "Peak memory of our exact objective and gradient."
+    print(f"memory: exact objective and gradient, N={MEMORY_ROWS}, D=8, float64")
+    measured = in_process("memory.py", MEMORY_ROWS)
+    if "error" in measured:
+        return [f"memory: {measured['error']}"]
+    print(f"peak {measured['peak']:.2f} GiB (limit {MEMORY_LIMIT:.0f}) in {measured['seconds']:.1f} s\n")
+    if options.write:
+        write("memory", {"limit": MEMORY_LIMIT, **measured})
+    return [] if measured["peak"] <= MEMORY_LIMIT else [f"memory: {measured['peak']:.2f} GiB"]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Times this package and its peers; times in milliseconds.")
+    parser.add_argument("names", nargs="*", metavar="name", help=f"of {[*BENCHMARKS, 'memory']}; all by default")
+    parser.add_argument("--libraries", nargs="+", choices=LIBRARIES, default=LIBRARIES)
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
+    parser.add_argument("--rounds", type=int, default=3, help="turns that each library has")
+    parser.add_argument("--patience", type=float, default=60.0, help="seconds to wait for a quiet machine before a turn")
+    parser.add_argument("--no-write", dest="write", action="store_false", help="leave results/ alone")
+    options = parser.parse_args()
+    names = options.names or [*BENCHMARKS, "memory"]
+    if unknown := set(names) - {*BENCHMARKS, "memory"}:
+        parser.error(f"unknown benchmark {sorted(unknown)}; there are {[*BENCHMARKS, 'memory']}")
+    wrong = [line for name in names for line in (measure_memory(options) if name == "memory" else time_benchmark(name, options))]
+    print("\n".join(wrong), file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,65 @@
+"""GPyTorch on its Cholesky path: no conjugate gradients, no Lanczos, at any size."""
+
+import gpytorch
+import torch
+
+PACKAGES = ("gpytorch", "linear_operator", "torch")
+
+
+class Regression(gpytorch.models.ExactGP):
+    def __init__(self, X, y, likelihood, kernel):
+        super().__init__(X, y, likelihood)
+        self.mean = gpytorch.means.ZeroMean()
+        self.kernel = kernel
+
+    def forward(self, X):
+        return gpytorch.distributions.MultivariateNormal(self.mean(X), self.kernel(X))
+
+
+def exact(problem):
+    torch.set_default_dtype(getattr(torch, problem.dtype))
+    X, y = torch.from_numpy(problem.X), torch.from_numpy(problem.y)
+    likelihood, kernel = gaussian(problem), rbf(problem)
+    model = Regression(X, y, likelihood, kernel)
+    objective = gpytorch.mlls.ExactMarginalLogLikelihood(likelihood, model)
+    parameters = hyperparameters(likelihood, kernel)
+
+    def step():
+        model.zero_grad()
+        with gpytorch.settings.fast_computations(False, False, False), gpytorch.settings.max_cholesky_size(len(X) + 1):
+            value = objective(model(X), y) * len(X)  # undo the division by N
+        value.backward()
+        return value.item()
+
+    def read(value):
+        return value, {name: constrained_gradient(*parameter) for name, parameter in parameters.items()}
+
+    return step, read
+
+
+def gaussian(problem):
+    likelihood = gpytorch.likelihoods.GaussianLikelihood()
+    likelihood.noise = problem.noise
+    return likelihood
+
+
+def rbf(problem):
+    kernel = gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel(ard_num_dims=len(problem.lengthscale)))
+    kernel.outputscale = problem.variance
+    kernel.base_kernel.lengthscale = torch.from_numpy(problem.lengthscale)
+    return kernel
+
+
+def hyperparameters(likelihood, kernel):
+    "Each raw parameter with its constraint."
+    base, noise = kernel.base_kernel, likelihood.noise_covar
+    return {
+        "lengthscale": (base.raw_lengthscale, base.raw_lengthscale_constraint),
+        "variance": (kernel.raw_outputscale, kernel.raw_outputscale_constraint),
+        "noise": (noise.raw_noise, noise.raw_noise_constraint),
+    }
+
+
+def constrained_gradient(raw, constraint):
+    slope = torch.autograd.functional.jvp(constraint.transform, raw.detach(), torch.ones_like(raw))[1]
+    return (raw.grad / slope).numpy().squeeze()

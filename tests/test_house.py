@@ -1,0 +1,156 @@
+"The repository's own rules: what importing costs, what is committed, what is in step."
+
+import ast
+import configparser
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from importlib import metadata
+
+import pytest
+import yaml
+
+import gp_thesis
+from tools.crossref import chapter_number
+from tools.readme import readme
+from tools.site import listed
+
+PLOTTING_AND_NOTEBOOKS = ["matplotlib", "seaborn", "IPython", "ipywidgets", "pandas", "nbdev", "pooch", "sklearn"]
+ONLY_DEPENDENCIES = """
+import sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {refused}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Refuse())
+import gp_thesis
+"""
+CONFIGURATION = """
+import jax
+before = dict(jax.config.values)
+import gp_thesis
+changed = {key: (before[key], value) for key, value in jax.config.values.items() if before.get(key) != value}
+assert not changed, changed
+"""
+
+
+def python(code, top, **environment):
+    return subprocess.run([sys.executable, "-c", code], cwd=top, capture_output=True, text=True)
+
+
+def requirements(extra=None):
+    "The names of what the package, or one of its extras, requires directly."
+    names = set()
+    for line in metadata.requires("gp-thesis"):
+        wanted = re.search(r"extra == ['\"](\w+)['\"]", line)
+        if (wanted[1] if wanted else None) == extra:
+            names.add(re.match(r"[\w.-]+", line)[0].lower())
+    return names
+
+
+def closure(names):
+    "Those distributions and all that they require, as far as it is installed."
+    found, todo = set(), list(names)
+    while todo:
+        name = todo.pop()
+        if name in found:
+            continue
+        found.add(name)
+        try:
+            required = metadata.requires(name) or []
+        except metadata.PackageNotFoundError:
+            continue
+        todo += [re.match(r"[\w.-]+", line)[0].lower() for line in required if "extra ==" not in line]
+    return found
+
+
+def test_import_leaves_jax_configuration_alone(top):
+    done = python(CONFIGURATION, top)
+    assert done.returncode == 0, done.stderr
+
+
+def test_import_takes_no_notebook_or_plotting_library_along(top):
+    done = python(f"import sys, gp_thesis; print([m for m in {PLOTTING_AND_NOTEBOOKS} if m in sys.modules])", top)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
+def test_import_needs_no_extra(top):
+    core = {name.replace("-", "_") for name in closure(requirements())}
+    installed = metadata.packages_distributions()
+    refused = {module for module, owners in installed.items()
+               if not any(owner.lower().replace("-", "_") in core | {"gp_thesis"} for owner in owners)}
+    assert "matplotlib" in refused and "jax" not in refused
+    done = python(ONLY_DEPENDENCIES.format(refused=refused), top)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_version_stands_in_one_place(top):
+    project = tomllib.loads((top / "pyproject.toml").read_text())["project"]
+    assert "version" not in project and project["dynamic"] == ["version"]
+    assert re.fullmatch(r"\d+\.\d+\.\d+", gp_thesis.__version__)
+    assert gp_thesis.__version__ in (top / "CHANGELOG.md").read_text()
+
+
+def test_constraints_are_plain_pins_of_what_is_installed(top):
+    lines = [line for line in (top / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    assert all(re.fullmatch(r"[\w.-]+==[\w.]+", line) for line in lines)
+    pinned = dict(line.lower().split("==") for line in lines)
+    assert "torch" not in pinned
+    assert closure(requirements()) & set(pinned) >= requirements()
+    differ = {name: (version, metadata.version(name)) for name, version in pinned.items() if metadata.version(name) != version}
+    assert not differ
+
+
+def test_the_sidebar_lists_every_notebook_in_order(top):
+    sidebar = yaml.safe_load((top / "_quarto.yml").read_text())["website"]["sidebar"]["contents"]
+    chapters = [name for name in listed(sidebar) if chapter_number(name)]
+    assert chapters == sorted(path.name for path in (top / "nbs").glob("[0-9]*.ipynb"))
+    assert set(listed(sidebar)) - set(chapters) == {"index.ipynb", "references.ipynb"}
+
+
+def test_readme_is_the_index(top):
+    text = (top / "README.md").read_text()
+    assert text == readme()
+    assert "make book" in text and "make test" in text
+
+
+def exporting_notebooks(top):
+    "Module name to the number of the notebook that exports it."
+    numbers = {}
+    for path in (top / "nbs").glob("[0-9]*.ipynb"):
+        sources = ("".join(cell["source"]) for cell in json.loads(path.read_text())["cells"])
+        for found in filter(None, (re.search(r"^#\|\s*default_exp\s+(\w+)", source, re.M) for source in sources)):
+            numbers[found[1]] = int(chapter_number(path.name))
+    return numbers
+
+
+def test_modules_import_from_lower_numbers_only(top):
+    numbers = exporting_notebooks(top)
+    assert numbers
+    for module, number in numbers.items():
+        tree = ast.parse((top / "gp_thesis" / f"{module}.py").read_text())
+        imported = [node.module.split(".")[-1] for node in ast.walk(tree)
+                    if isinstance(node, ast.ImportFrom) and node.module and (node.level or node.module.startswith("gp_thesis."))]
+        assert all(numbers[name] < number for name in imported), (module, imported)
+
+
+def test_notebooks_hold_no_error_and_no_path_of_a_machine(top):
+    home = re.compile(r"/(?:home|Users|root|work|tmp)/\w")
+    for path in (top / "nbs").glob("*.ipynb"):
+        for cell in json.loads(path.read_text())["cells"]:
+            for output in cell.get("outputs", []):
+                assert output["output_type"] != "error", path.name
+                assert not home.search(json.dumps([output.get("text"), (output.get("data") or {}).get("text/plain")])), path.name
+
+
+@pytest.mark.parametrize("profile", ["quick", "paper"])
+def test_settings_name_entries_of_the_catalogue(top, profile):
+    settings = configparser.ConfigParser(interpolation=None)
+    settings.optionxform = str
+    settings.read(top / "settings.ini")
+    entries = {entry["id"] for entry in tomllib.loads((top / "nbs" / "catalogue.toml").read_text())["entry"]}
+    assert "seed" in settings.defaults() and settings.has_section(profile)
+    for key in settings[profile]:
+        assert "." not in key or any(key.startswith(f"{entry}.") for entry in entries), key

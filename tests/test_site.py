@@ -1,0 +1,190 @@
+"""The built site in a headless browser with the network off: what a reader without a connection sees.
+
+`make test` builds the site first. Without a browser these tests are skipped, except in continuous integration.
+"""
+
+import functools
+import http.server
+import os
+import re
+import shutil
+import threading
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tools.site import listed
+
+TOP = Path(__file__).resolve().parent.parent
+SITE = TOP / "_docs"
+SIDEBAR = yaml.safe_load((TOP / "_quarto.yml").read_text())["website"]["sidebar"]["contents"]
+PAGES = [Path(name).with_suffix(".html").name for name in listed(SIDEBAR)]
+ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+             "--disable-component-update", "--disable-sync", "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"]
+FORMULAS = """async () => {
+  if (window.MathJax) await MathJax.startup.promise;
+  const visible = [...document.querySelectorAll('main .math')].filter(e => e.getClientRects().length);
+  const drawn = visible.filter(e => [...e.querySelectorAll('mjx-container svg')].some(s => {
+    const box = s.getBoundingClientRect(); return box.width > 2 && box.height > 2; }));
+  const raw = visible.filter(e => /\\\\[(\\[]/.test(e.textContent));
+  return {visible: visible.length, drawn: drawn.length, raw: raw.length,
+          wrong: document.querySelectorAll('mjx-merror, [data-mml-node="merror"]').length};
+}"""
+FIGURES = """() => [...document.querySelectorAll('main img')].filter(e => e.getClientRects().length).map(e => (
+  {natural: e.complete ? e.naturalWidth : 0, shown: e.getBoundingClientRect().width}))"""
+
+
+def unavailable(reason):
+    "Skip, or fail where continuous integration must not skip."
+    (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(reason)
+
+
+@pytest.fixture(scope="module")
+def site():
+    if not (SITE / "index.html").exists():
+        unavailable("the site is not built: make site")
+    return SITE
+
+
+@pytest.fixture(scope="module")
+def browser():
+    program = next(filter(None, map(shutil.which, ["chromium", "chromium-browser", "google-chrome"])), None)
+    if not program:
+        unavailable("no Chromium on the path")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        with playwright.chromium.launch(executable_path=program, args=ARGUMENTS) as running:
+            yield running
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture(scope="module")
+def server(site):
+    "The address of a local server of the site."
+    handler = functools.partial(Quiet, directory=str(site))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as running:
+        threading.Thread(target=running.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{running.server_port}"
+        running.shutdown()
+
+
+@pytest.fixture
+def page(browser):
+    "An empty tab that keeps what it asks for and what goes wrong."
+    tab = browser.new_page(viewport={"width": 1400, "height": 900})
+    tab.asked, tab.wrong = [], []
+    tab.on("request", lambda request: tab.asked.append(request.url))
+    tab.on("requestfailed", lambda request: tab.wrong.append(f"failed: {request.url}"))
+    tab.on("response", lambda response: response.status < 400 or tab.wrong.append(f"{response.status}: {response.url}"))
+    tab.on("console", lambda message: message.type == "error" and tab.wrong.append(message.text))
+    tab.on("pageerror", lambda error: tab.wrong.append(str(error)))
+    yield tab
+    tab.close()
+
+
+def test_every_page_of_the_sidebar_is_built(site):
+    assert set(PAGES) <= {path.name for path in site.glob("*.html")}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_page_opens_offline_with_formulas_and_figures(page, server, name):
+    page.goto(f"{server}/{name}", wait_until="load")
+    assert page.locator("h1.title").inner_text().strip()
+    formulas = page.evaluate(FORMULAS)
+    assert formulas["drawn"] == formulas["visible"] and formulas["raw"] == formulas["wrong"] == 0, formulas
+    for figure in page.evaluate(FIGURES):
+        assert figure["natural"] > 0 and 0 < figure["shown"] <= figure["natural"] + 1, figure
+    assert page.wrong == []
+    assert [url for url in page.asked if not url.startswith((server, "data:"))] == []
+
+
+def test_a_chapter_has_equations_code_reference_and_figure(page, server):
+    page.goto(f"{server}/12_regression.html")
+    formulas = page.evaluate(FORMULAS)
+    assert formulas["drawn"] > 20
+    assert page.locator("mjx-labels, mjx-container [data-mml-node=mlabeledtr]").count() > 0      # numbers beside equations
+    assert page.locator("pre.cell-code").count() > 5
+    assert page.locator("details.reference").count() > 2
+    assert page.locator("main figure img").count() > 0
+    assert page.locator("a.colab").get_attribute("href").endswith("/nbs/12_regression.ipynb")
+
+
+def test_a_reference_unfolds(page, server):
+    page.goto(f"{server}/12_regression.html")
+    folded = page.locator("details.reference").first
+    assert not folded.locator("pre").first.is_visible()
+    folded.locator("summary").click()
+    assert folded.locator("pre").first.is_visible()
+
+
+@pytest.mark.parametrize("served", [True, False], ids=["served", "from the folder"])
+def test_search_finds_a_term_and_goes_there(page, server, site, served):
+    page.goto(f"{server}/index.html" if served else (site / "index.html").as_uri())
+    page.locator("#quarto-search input").fill("Cholesky")
+    result = page.locator(".search-result", has_text="Linear algebra").first
+    result.wait_for(timeout=10_000)
+    result.click()
+    page.wait_for_url("**/02_linalg.html*")
+    assert page.locator("h1.title").inner_text() == "2 Linear algebra"
+    assert page.wrong == []
+
+
+def test_the_list_of_references_has_what_chapters_cite(page, server):
+    page.goto(f"{server}/12_regression.html")
+    link = page.locator("main a[href*='references.html#ref-']").first
+    key = link.get_attribute("href").split("#")[1]
+    link.click()
+    page.wait_for_url("**/references.html*")
+    assert page.locator(f"#{key}").inner_text().endswith(".")
+
+
+def test_the_page_is_dark_for_who_prefers_it(browser, server):
+    def background(scheme):
+        with browser.new_context(color_scheme=scheme) as context:
+            tab = context.new_page()
+            tab.goto(f"{server}/index.html")
+            return sum(map(int, re.findall(r"\d+", tab.evaluate("getComputedStyle(document.body).backgroundColor"))[:3]))
+
+    assert background("light") > 600 > 200 > background("dark")
+
+
+class Links(HTMLParser):
+    "The ids of a page and where its links go."
+
+    def __init__(self, text):
+        super().__init__()
+        self.ids, self.hrefs = set(), set()
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        attrs = dict(attrs)
+        self.ids.add(attrs.get("id"))
+        if tag == "a" and attrs.get("href"):
+            self.hrefs.add(attrs["href"])
+
+
+def test_no_link_within_the_site_is_broken(site):
+    pages = {path.name: Links(path.read_text()) for path in site.glob("*.html")}
+    broken = []
+    for name, links in pages.items():
+        for href in links.hrefs:
+            where, _, fragment = href.partition("#")
+            if re.match(r"[a-z]+:", href) or href in ("", "#"):
+                continue
+            where = where.removeprefix("./") or name
+            target = pages.get(where)
+            if not (site / where).exists() or (fragment and target and fragment not in target.ids):
+                broken.append(f"{name} -> {href}")
+    assert not broken
+
+
+def test_nothing_is_loaded_from_outside_by_any_file(site):
+    for path in [*site.glob("*.html"), *site.rglob("*.css")]:
+        assert not re.search(r"@import[^;]*//|url\(\s*[\"']?(?:https?:)?//", path.read_text()), path.name

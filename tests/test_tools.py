@@ -1,0 +1,196 @@
+"The site's own code: labels, numbers, references, citations and the processor, on small notebooks made here."
+
+import json
+import tomllib
+
+import pytest
+from nbdev.frontmatter import FrontmatterProc
+from nbdev.process import NBProcessor
+from nbdev.processors import hide_
+
+from tools import mathjax
+from tools.citations import Bibliography
+from tools.crossref import Book, BookError
+from tools.processor import BookProcessor
+from tools.site import OUTSIDE, WEB_FONT, listed
+
+TITLE = "# A title\n> What it is about"
+EQUATION = '$$ a = b $$ {#eq-one}\n\ntext\n\n$$\n\\begin{aligned} a &= b \\\\ c &= d \\end{aligned}\n$$ {#eq-two source="Matthews 1.8"}'
+
+
+@pytest.fixture
+def make_book(tmp_path, top):
+    "A book from the Markdown, or (type, source) cells, of each notebook."
+
+    def make(check=True, **notebooks):
+        for name, cells in notebooks.items():
+            cells = [("markdown", TITLE), *(("markdown", cell) if isinstance(cell, str) else cell for cell in cells)]
+            content = [{"cell_type": kind, "source": text.splitlines(keepends=True)} for kind, text in cells]
+            (tmp_path / f"{name[1:]}.ipynb").write_text(json.dumps({"cells": content}))
+        book = Book(tmp_path, Bibliography(top / "references.bib"))
+        if check:
+            book.check()
+        return book
+
+    return make
+
+
+def test_equations_are_numbered_by_chapter_and_carry_the_source(make_book):
+    book = make_book(_12_regression=[EQUATION], _03_gaussians=["$$ x $$ {#eq-three}"], _index=["$$ y $$ {#eq-four}"])
+    assert {label: target.number for label, target in book.labels.items()} == {
+        "eq-three": "3.1", "eq-one": "12.1", "eq-two": "12.2", "eq-four": "1"}
+    text = book.resolve(EQUATION, "12_regression.ipynb")
+    assert "$$ a = b \\tag{12.1}$$" in text and "\\end{aligned} \\tag{12.2 · Matthews 1.8}$$" in text
+    assert 'id="eq-one"' in text and "{#eq" not in text
+
+
+def test_references_link_within_a_page_and_across_pages(make_book):
+    book = make_book(_12_regression=[EQUATION], _13_fitting=["See @eq-two."])
+    assert book.resolve("See @eq-one.", "12_regression.ipynb") == "See [(12.1)](#eq-one)."
+    assert book.resolve("See @eq-two.", "13_fitting.ipynb") == "See [(12.2)](12_regression.ipynb#eq-two)."
+    assert book.resolve("([@eq-one; @eq-two])", "12_regression.ipynb") == "([(12.1)](#eq-one), [(12.2)](#eq-two))"
+
+
+def test_figures_tables_and_theorems(make_book):
+    figure = ("code", '#| label: fig-draws\n#| fig-cap: "Draws, see @eq-one"\nplot()')
+    theorem = '::: {#thm-zero source="Matthews 3.1"}\n## Zero $x$\nIt holds, @eq-one.\n:::'
+    table = "| a |\n|---|\n| 1 |\n\n: What it shows {#tbl-costs}"
+    book = make_book(_12_regression=[EQUATION, figure, theorem, table])
+    assert [book.labels[label].text for label in ("fig-draws", "thm-zero", "tbl-costs")] == [
+        "Figure 12.1", "Theorem 12.1", "Table 12.1"]
+    stated = book.resolve(theorem, "12_regression.ipynb")
+    assert "**Theorem 12.1** (Zero $x$) · Matthews 3.1" in stated and "## Zero" not in stated
+    assert "It holds, [(12.1)](#eq-one)." in stated and stated.endswith(":::")
+    assert "**Table 12.1.** What it shows" in book.resolve(table, "12_regression.ipynb")
+
+
+@pytest.mark.parametrize(("text", "expected"), [
+    ("@matthews2016thesis", "Matthews ([2016](references.ipynb#ref-matthews2016thesis))"),
+    ("[@matthews2016thesis]", "([Matthews, 2016](references.ipynb#ref-matthews2016thesis))"),
+    ("[-@matthews2016thesis]", "([2016](references.ipynb#ref-matthews2016thesis))"),
+    ("[see @matthews2016thesis, section 2; @opper2009]",
+     "(see [Matthews, 2016](references.ipynb#ref-matthews2016thesis), section 2; "
+     "[Opper and Archambeau, 2009](references.ipynb#ref-opper2009))"),
+    ("@hensman2015scalable", "Hensman et al. ([2015](references.ipynb#ref-hensman2015scalable))"),
+    ("@abramowitz1964.", "Abramowitz and Stegun ([1964](references.ipynb#ref-abramowitz1964))."),
+])
+def test_citations(make_book, text, expected):
+    assert make_book(_12_regression=[text]).resolve(text, "12_regression.ipynb") == expected
+
+
+def test_works_cited_are_listed_and_no_others(make_book):
+    docstring = ("code", '#| export\ndef f():\n    "As in [@smith1995]."')
+    book = make_book(_12_regression=["[@opper2009]", docstring])
+    assert book.cited == {"opper2009", "smith1995"}
+    listing = book.bibliography.listing(book.cited)
+    assert listing.count("<p id=") == 2 and listing.index("ref-opper2009") < listing.index("ref-smith1995")
+    assert "Neural Computation" in listing and "Cédric" in listing.replace('<span class="bibtex-protected">é</span>', "é")
+
+
+@pytest.mark.parametrize("text", [
+    "`@eq-unknown` and ``x = `@nobody` ``",
+    "```python\n@nobody\ndef f(): return A @ eq\n$$ a $$ {#eq-inside}\n```",
+    "> ```\n> @nobody\n> ```",
+    "a@b.org, <!-- @nobody --> and $A@B$, \\@nobody",
+    "[a link](https://example.org/@nobody)",
+    "It costs $5 and not $6.",
+])
+def test_code_maths_and_addresses_are_left_alone(make_book, text):
+    book = make_book(_12_regression=[text])
+    assert book.resolve(text, "12_regression.ipynb") == text and not book.labels
+
+
+@pytest.mark.parametrize(("cell", "message"), [
+    ("See @eq-nowhere.", "01_a.ipynb: unknown reference @eq-nowhere"),
+    ("See [@fig-nowhere].", "01_a.ipynb: unknown reference @fig-nowhere"),
+    ("See @nobody2020.", "01_a.ipynb: unknown citation @nobody2020, not in references.bib"),
+    ("See [@opper2009; @nobody2020].", "01_a.ipynb: unknown citation @nobody2020"),
+    ("::: {#thm-x}\n## A claim of @nobody2020\nIt.\n:::", "unknown citation @nobody2020"),
+    (("code", '#| label: fig-x\n#| fig-cap: "See @eq-nowhere"\nplot()'), "unknown reference @eq-nowhere"),
+    (("code", '#| export\ndef f():\n    "See @eq-nowhere."'), "unknown reference @eq-nowhere"),
+])
+def test_what_is_unknown_fails_by_file_and_name(make_book, cell, message):
+    with pytest.raises(BookError) as raised:
+        make_book(_01_a=[cell])
+    assert message in str(raised.value)
+
+
+def test_all_that_is_unknown_is_reported_together(make_book):
+    with pytest.raises(BookError) as raised:
+        make_book(_01_a=["@eq-nowhere"], _02_b=["@nobody2020"])
+    assert "@eq-nowhere" in str(raised.value) and "02_b.ipynb" in str(raised.value)
+
+
+def test_duplicate_labels_fail(make_book):
+    with pytest.raises(BookError, match="02_b.ipynb: the label eq-one stands in 01_a.ipynb already"):
+        make_book(_01_a=["$$ a $$ {#eq-one}"], _02_b=["$$ b $$ {#eq-one}"])
+
+
+def test_a_first_cell_with_more_than_the_title_fails(tmp_path, top):
+    cells = [{"cell_type": "markdown", "source": f"{TITLE}\n\nText that nbdev would drop."}]
+    (tmp_path / "01_a.ipynb").write_text(json.dumps({"cells": cells}))
+    with pytest.raises(BookError, match="01_a.ipynb: the first cell"):
+        Book(tmp_path, Bibliography(top / "references.bib")).check()
+
+
+def test_the_processor_shows_code_folds_imports_and_captions_figures(tmp_path, top):
+    sources = [("markdown", TITLE), ("code", "#| default_exp exact"), ("code", "#| hide\nsecret = 1"),
+               ("code", "#| export\nimport numpy as np"), ("code", "#| export\ndef f(): return np.pi   # @eq-none"),
+               ("code", '#| label: fig-x\n#| fig-cap: "A curve [@opper2009]"\n#| fig-alt: "Curve"\nplot()')]
+    cells = [{"cell_type": kind, "source": text, "metadata": {}, **({"outputs": [], "execution_count": None} if kind == "code" else {})}
+             for kind, text in sources]
+    cells[-1]["outputs"] = [{"output_type": "stream", "name": "stdout", "text": "printed"},
+                            {"output_type": "display_data", "metadata": {}, "data": {"image/png": "AA=="}}]
+    path = tmp_path / "12_regression.ipynb"
+    path.write_text(json.dumps({"cells": cells, "metadata": {}, "nbformat": 4, "nbformat_minor": 5}))
+    processor = NBProcessor(path, [FrontmatterProc, hide_, BookProcessor], rm_directives="quarto")
+    processor.process()
+    out = processor.nb.cells
+    text = "\n".join(cell.source for cell in out)
+    repository = tomllib.loads((top / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
+    assert "title: 12 A title" in out[0].source
+    assert repository.removeprefix("https://github.com/") + "/blob/main/nbs/12_regression.ipynb" in out[1].source
+    assert "secret" not in text and "default_exp" not in text and "def f(): return np.pi   # @eq-none" in text
+    assert '#| code-summary: "Imports"' in text and "import numpy as np" in text
+    figure, = (cell for cell in out if "echo: false" in cell.source)
+    assert 'fig-alt: "Curve"' in figure.source and [list(o["data"]) for o in figure.outputs] == [["image/png"]]
+    assert "**Figure 12.1.** A curve ([Opper and Archambeau, 2009](references.ipynb#ref-opper2009))" in text
+    assert [o.text for cell in out for o in cell.get("outputs", []) if o.output_type == "stream"] == ["printed"]
+
+
+def test_hidden_cells_define_no_labels(make_book):
+    assert not make_book(_01_a=[("code", "#| hide\n#| label: fig-x\nplot()")]).labels
+
+
+def test_an_altered_archive_is_refused_and_removed(tmp_path):
+    altered = tmp_path / "archive.whl"
+    altered.write_bytes(b"something else")
+    with pytest.raises(SystemExit, match="expected"):
+        mathjax.verify(altered)
+    assert not altered.exists()
+
+
+def test_formulas_of_a_page(tmp_path):
+    page = tmp_path / "page.html"
+    page.write_text(r'<span class="math inline">\(a &lt; b\)</span> <span class="math display">\[x \tag{1}\]</span>')
+    assert mathjax.formulas(page) == [("page.html", "a < b", False), ("page.html", r"x \tag{1}", True)]
+
+
+@pytest.mark.parametrize(("text", "outside"), [
+    ('<script src="https://example.org/a.js"></script>', True),
+    ('<img src="//example.org/a.png">', True),
+    ('<link rel="stylesheet" href="https://example.org/a.css">', True),
+    ('<script src="site_libs/a.js"></script><a href="https://example.org">x</a>', False),
+    ('<img src="data:image/png;base64,AA==">', False),
+])
+def test_what_counts_as_loaded_from_outside(text, outside):
+    assert bool(OUTSIDE.search(text)) == outside
+
+
+def test_web_fonts_are_cut_out_whole():
+    css = '@import url(https://example.org/css2?family=A:wght@300;400&display=swap);body{margin:0}'
+    assert WEB_FONT.sub("", css) == "body{margin:0}"
+
+
+def test_sidebar_is_read_in_order():
+    assert listed(["a.ipynb", {"section": "S", "contents": ["b.ipynb", {"href": "c.ipynb"}]}]) == ["a.ipynb", "b.ipynb", "c.ipynb"]

@@ -1,0 +1,1 @@
+"The site builder: notebooks in, pages out. Start reading at `site.py`."

@@ -1,0 +1,123 @@
+"""The book's nbdev processor: it runs after nbdev's own and hands either renderer plain Markdown and code.
+
+It puts the chapter's number in the title and the Colab badge at the head, keeps exported code in sight with its
+documentation folded below it, captions figures and tables, and resolves citations and cross-references.
+"""
+
+import re
+from pathlib import Path
+
+import yaml
+from fastcore.nbio import mk_cell
+from nbdev.config import get_config, nbpath2html
+from nbdev.doclinks import NbdevLookup
+from nbdev.process import Processor
+
+from .crossref import KINDS, OPTION, REFERENCES, anchor, chapter_number, options, read_book
+
+SHOW_DOC = re.compile(r"\A(?:---\s*\n)?\s*#{2,}[ \t]+(?P<name>[\w.]+)[ \t]*\n(?P<body>[\s\S]*)\Z")
+COLAB = "https://colab.research.google.com/github"
+
+
+class BookProcessor(Processor):
+    "Everything between nbdev's notebooks and the pages."
+
+    def __init__(self, nb):
+        super().__init__(nb)
+        self.config = get_config()
+        path = Path(nb.path_).resolve()
+        self.name = path.name
+        self.book = read_book(path.parent, self.config.config_path / "references.bib")
+
+    def begin(self):
+        cells = []
+        for cell in self.nb.cells:
+            if cell.cell_type == "code" and cell.source is not None:
+                cells += self.code(cell)
+            elif cell.cell_type == "markdown" and cell.source:
+                cell.source = self.text(cell.source)
+                cells.append(cell)
+            else:
+                cells.append(cell)
+        self.nb.cells = cells
+        self.title()
+
+    # ---- text
+
+    def text(self, markdown: str) -> str:
+        "Resolve what the book resolves, and turn nbdev's addresses of our own pages into relative links."
+        if "#refs" in markdown:
+            listing = self.book.bibliography.listing(self.book.cited)
+            markdown = re.sub(r"^:::+ *\{#refs\} *\n(.*\n)*?:::+ *$", lambda _: listing, markdown, flags=re.M)
+        pages = {nbpath2html(path).name: path.name for path in self.book.notebooks}
+        site = re.escape(self.config.doc_host + self.config.doc_baseurl.rstrip("/") + "/")
+        markdown = re.sub(rf"\]\({site}([\w.-]+\.html)", lambda m: f"]({pages.get(m[1], m[1])}", markdown)
+        return self.book.resolve(markdown, self.name)
+
+    def title(self):
+        "The number before the title in the front matter, and the badge as the first thing on the page."
+        front = self.nb.cells[0]
+        if front.cell_type != "raw":
+            return
+        meta = yaml.safe_load(front.source.strip().strip("-"))
+        meta.pop("output-file", None)                        # both renderers then name a page after its notebook
+        meta["title"] = " ".join(filter(None, [chapter_number(self.name), meta["title"]]))
+        front.source = f"---\n{yaml.safe_dump(meta, allow_unicode=True)}---\n\n"
+        if self.name != REFERENCES and self.config.repo:
+            where = f"{COLAB}/{self.config.user}/{self.config.repo}/blob/{self.config.branch}/nbs/{self.name}"
+            self.nb.cells.insert(1, mk_cell(f"[Open in Colab]({where}){{.colab}}", "markdown"))
+
+    # ---- code
+
+    def code(self, cell) -> list:
+        "The cells that a code cell becomes on the page."
+        if "default_exp" in cell.directives_ or "exporti" in cell.directives_:
+            return []
+        if getattr(cell, "has_sd", False) or re.search(r"^show_doc\(", cell.source, re.M):
+            return self.documentation(cell)
+        for output in cell.get("outputs", []):
+            data = output.get("data") or {}
+            if "text/markdown" in data:
+                data["text/markdown"] = self.text("".join(data["text/markdown"]))
+        if "export" in cell.directives_ and only_imports(cell):
+            cell.source = f'#| code-fold: true\n#| code-summary: "Imports"\n{cell.source}'
+        label = options(cell.source).get("label", "")
+        return self.captioned(cell, label) if label in self.book.labels else [cell]
+
+    def documentation(self, cell) -> list:
+        "What show_doc says, folded, with the anchors that links to the name and to its methods point at."
+        markdown = "".join(text for output in cell.outputs for text in (output.get("data") or {}).get("text/markdown", ""))
+        found = SHOW_DOC.match(markdown)
+        if not found:
+            return [cell]
+        known = (full.split(".", 2)[-1] for full in NbdevLookup().syms if full.startswith(f"{self.config.lib_path.name}."))
+        names = [found["name"], *(name for name in known if name.startswith(found["name"] + "."))]
+        anchors = "".join(anchor(name.lower()) for name in dict.fromkeys(names))
+        body = self.text(found["body"].strip())
+        summary = f"<summary>{anchors}Reference: <code>{found['name']}</code></summary>"
+        return [mk_cell(f'<details class="reference">\n{summary}\n\n{body}\n\n</details>', "markdown")]
+
+    def captioned(self, cell, label: str) -> list:
+        "A cell with a label: its code and printed text, then its figure or table under a number and a caption."
+        target, chosen = self.book.labels[label], options(cell.source)
+        caption = chosen.get(f"{target.kind}-cap", "")
+        kept = [m[0] for m in OPTION.finditer(cell.source) if m["key"] in ("fig-alt", "echo", "code-fold", "code-summary")]
+        code = OPTION.sub("", cell.source).strip()
+        shown = [o for o in cell.outputs if is_picture(o)]
+        cell.outputs = [o for o in cell.outputs if not is_picture(o)]
+        cell.source = "\n".join([*(line for line in kept if "fig-alt" not in line), code])
+        figure = mk_cell("\n".join(["#| echo: false", *(line for line in kept if "fig-alt" in line), "pass"]))
+        figure.outputs = shown
+        words = f"**{target.text}.** {self.text(caption)}".strip()
+        above = mk_cell(f'<figure class="book-{target.kind}" id="{label}">', "markdown")
+        below = mk_cell(f"<figcaption>\n\n{words}\n\n</figcaption>\n</figure>", "markdown")
+        return [cell, above, figure, below]
+
+
+def is_picture(output) -> bool:
+    "Whether an output is what a caption describes: a picture or a table, not printed text."
+    return any(mime.startswith("image/") or mime in ("text/html", "text/markdown") for mime in output.get("data") or {})
+
+
+def only_imports(cell) -> bool:
+    return all(type(node).__name__ in ("Import", "ImportFrom") for node in cell.parsed_() or [None])
