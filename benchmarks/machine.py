@@ -43,14 +43,15 @@ def others_share():
     return share
 
 
-def wait_for_quiet(patience: float, limit: float = 0.05) -> None:
-    "Return when others use less than `limit` of the cores for two seconds, or after `patience` seconds."
-    end = time.perf_counter() + patience
-    while time.perf_counter() < end:
+def wait_for_quiet(patience: float, limit: float = 0.05) -> float:
+    "Wait until others use less than `limit` of the cores for a second, at most `patience` seconds; returns the seconds waited."
+    start = time.perf_counter()
+    while (waited := time.perf_counter() - start) < patience:
         share = others_share()
-        time.sleep(2)
+        time.sleep(1)
         if (share() or 0) < limit:
-            return
+            break
+    return waited
 
 
 def peak_memory() -> float:

@@ -3,24 +3,25 @@
 import json
 import sys
 
+import numpy as np
 from machine import peak_memory
 from problems import regression
 from with_gp_thesis import exact
-from worker import seconds
+from worker import timed
 
 
 def measure(size: int) -> dict:
     step, read = exact(regression(size, 8, "float64"))
     before = peak_memory()
-    duration, result = seconds(step)
+    seconds, _, result = timed(step)
     objective, gradient = read(result)
     return {
         "size": size,
         "peak": peak_memory(),
         "before": before,
-        "seconds": duration,
+        "seconds": seconds,
         "objective": float(objective),
-        "gradient": {name: values.tolist() for name, values in gradient.items()},
+        "gradient": {name: np.ravel(values).tolist() for name, values in gradient.items()},
     }
 
 

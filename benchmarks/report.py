@@ -9,7 +9,7 @@ from machine import facts
 
 OURS = "gp_thesis"
 RESULTS = Path(__file__).parent / "results"
-COLUMNS = ("first", "median", "min", "max")
+COLUMNS = ("first", "median", "min", "max", "processor")
 
 
 def relative_difference(values: dict, reference: dict) -> float:

@@ -44,7 +44,7 @@ def take_turns(name: str, dtype: str, options) -> tuple[dict[str, dict], dict[st
     rounds, failures, absent = {library: [] for library in options.libraries}, {}, set()
     for _ in range(options.rounds):
         for library in [x for x in options.libraries if x not in failures and x not in absent]:
-            wait_for_quiet(options.patience)
+            options.patience -= wait_for_quiet(options.patience)
             measured = in_process("worker.py", name, library, dtype, BENCHMARKS[name].repetitions)
             if "error" in measured:
                 failures[library] = measured["error"]
@@ -57,13 +57,13 @@ def take_turns(name: str, dtype: str, options) -> tuple[dict[str, dict], dict[st
 
 def row(rounds: list[dict]) -> dict:
     "One library's rounds together: the first calls apart from the later ones."
-    times = [seconds for measured in rounds for seconds in measured["times"]]
-    last = rounds[-1]
+    times, last = [seconds for measured in rounds for seconds in measured["times"]], rounds[-1]
     return {
         "first": median(measured["first"] for measured in rounds),
         "median": median(times),
         "min": min(times),
         "max": max(times),
+        "processor": median(seconds for measured in rounds for seconds in measured["processor"]),
         "calls": len(times),
         "others": last["others"] and max(measured["others"] for measured in rounds),
         **{key: last[key] for key in ("objective", "gradient", "versions")},
@@ -106,14 +106,16 @@ def main() -> int:
     parser.add_argument("--libraries", nargs="+", choices=LIBRARIES, default=LIBRARIES)
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
     parser.add_argument("--rounds", type=int, default=3, help="turns that each library has")
-    parser.add_argument("--patience", type=float, default=60.0, help="seconds to wait for a quiet machine before a turn")
+    parser.add_argument("--patience", type=float, default=120.0, help="seconds, in all, to wait for the others on the machine")
     parser.add_argument("--no-write", dest="write", action="store_false", help="leave results/ alone")
     options = parser.parse_args()
     names = options.names or [*BENCHMARKS, "memory"]
     if unknown := set(names) - {*BENCHMARKS, "memory"}:
         parser.error(f"unknown benchmark {sorted(unknown)}; there are {[*BENCHMARKS, 'memory']}")
-    wrong = [line for name in names for line in (measure_memory(options) if name == "memory" else time_benchmark(name, options))]
-    print("\n".join(wrong), file=sys.stderr)
+    wrong = []
+    for name in names:
+        wrong += measure_memory(options) if name == "memory" else time_benchmark(name, options)
+    print(*wrong, sep="\n", end="\n" if wrong else "", file=sys.stderr)
     return 1 if wrong else 0
 
 

@@ -1,6 +1,6 @@
 """One library, one benchmark, one dtype, in a process of its own: `worker.py BENCHMARK LIBRARY DTYPE REPETITIONS`.
 
-The last line of output is JSON: the first call, the later ones (seconds), and what the last call returned."""
+The last line of output is JSON: the first call and the later ones in seconds, and what the last call returned."""
 
 import importlib
 import importlib.metadata
@@ -13,10 +13,11 @@ from machine import others_share
 from problems import BENCHMARKS
 
 
-def seconds(step):
-    start = time.perf_counter()
+def timed(step):
+    "Seconds on the wall, seconds of processor over all threads, and what `step` returned."
+    wall, processor = time.perf_counter(), time.process_time()
     result = step()
-    return time.perf_counter() - start, result
+    return time.perf_counter() - wall, time.process_time() - processor, result
 
 
 def measure(benchmark: str, library: str, dtype: str, repetitions: int) -> dict:
@@ -24,14 +25,15 @@ def measure(benchmark: str, library: str, dtype: str, repetitions: int) -> dict:
     if not hasattr(module, benchmark) or dtype not in getattr(module, "DTYPES", (dtype,)):
         return {"absent": f"{library} has no {benchmark} in {dtype}"}
     step, read = getattr(module, benchmark)(BENCHMARKS[benchmark].problem(dtype))
-    first, _ = seconds(step)
+    first, _, _ = timed(step)
     share = others_share()
-    times, results = zip(*(seconds(step) for _ in range(repetitions)))
+    times, processor, results = zip(*(timed(step) for _ in range(repetitions)))
     others = share()
     objective, gradient = read(results[-1])
     return {
         "first": first,
         "times": times,
+        "processor": processor,
         "others": others,
         "objective": float(objective),
         "gradient": {name: np.asarray(values, float).ravel().tolist() for name, values in gradient.items()},

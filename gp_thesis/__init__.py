@@ -1,1 +1,21 @@
+"""Gaussian processes: models, approximations, posteriors and how to fit them.
+
+A model says what you believe, an approximation how you will compute, a posterior answers questions, `fit` turns knobs:
+
+    import gp_thesis as gpt
+    model = gpt.GP(gpt.RBF(), gpt.Gaussian())
+    result = gpt.fit(gpt.Exact(model), (X, y))
+    mean, var = result.approx.posterior(X, y).marginals(Xs)
+
+Importing this package leaves JAX's configuration as it is and loads no notebook or plotting library.
+"""
+
+from .exact import GP, Exact, ExactPosterior, Posterior
+from .fitting import Fit, fit
+from .kernels import (RBF, Constant, ConstantMean, Cosine, Exponential, Kernel, Linear, LinearMean, Matern12, Matern32,
+                      Matern52, Mean, Periodic, Polynomial, Product, Sum, White, Wiener, Zero, sample_prior)
+from .likelihoods import Gaussian, Likelihood
+from .parameters import (Parameter, cast, free, freeze, log_prior, log_prior_unconstrained, lower_triangular, partition,
+                         positive, unfreeze, unit_interval, unwrap)
+
 __version__ = "0.1.0"

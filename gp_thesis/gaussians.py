@@ -53,13 +53,13 @@ def marginal(
     noise_cov = _shaped(noise_cov, (len(A), len(A)), "noise_cov")
     if jnp.ndim(b):
         b = _shaped(b, (len(A),), "b")
-    return A @ mean + b, noise_cov + A @ cov @ A.T             # @eq-linear-marginal
+    return A @ mean + b, noise_cov + A @ cov @ A.T  # @eq-linear-marginal
 
 # %% ../nbs/03_gaussians.ipynb #c012
 @precise
 def _update(mean, cov, cross, L, surprise):
     "Mean and covariance of a (n,) after a surprise (m,) with covariance L Lᵀ and covariance `cross` (m, n) with a."
-    V = solve_lower(L, cross)                                   # @eq-conditioning
+    V = solve_lower(L, cross)  # @eq-conditional
     return mean + V.T @ solve_lower(L, surprise), cov - V.T @ V
 
 
@@ -69,7 +69,7 @@ def condition(
     index,  # Which n entries are seen: integers, a slice or a mask, fixed at compilation
     value: Array,  # (n,), what they are, in the order of `index`
 ) -> tuple[Array, Array]:  # Mean (D - n,) and covariance (D - n, D - n) of the other entries, in their order
-    """Conditional distribution of a Gaussian vector given some of its entries, @eq-conditioning.
+    """Conditional distribution of a Gaussian vector given some of its entries, @eq-conditional.
 
     Raises ValueError for shapes that do not fit, and for an `index` that is empty, out of range or repeats an entry."""
     mean, cov = _moments(mean, cov)
@@ -103,8 +103,9 @@ def product(
     A = _shaped(A, (len(mean_a), len(mean_b)), "A")
     name = "cov_a + A cov_b Aᵀ"
     expected, S = marginal(A, 0.0, mean_b, cov_b, cov_a)
-    mean, cov = _update(mean_b, cov_b, A @ cov_b, cholesky(S, name), mean_a - expected)        # @eq-product-gain
-    return mean, cov, log_density(mean_a, expected, S, name)                                  # @eq-product
+    L = cholesky(S, name)
+    mean, cov = _update(mean_b, cov_b, A @ cov_b, L, mean_a - expected)  # @eq-product-gain
+    return mean, cov, log_density(mean_a, expected, S, name)             # @eq-product
 
 # %% ../nbs/03_gaussians.ipynb #c029
 @precise
@@ -120,7 +121,8 @@ def kl_from_cholesky(
     if L_prior is not None:
         L_prior = _shaped(L_prior, W.shape, "L_prior")
         w, W = solve_lower(L_prior, w), solve_lower(L_prior, W)
-    return 0.5 * (jnp.sum(W**2) + w @ w - len(w)) - jnp.sum(jnp.log(jnp.abs(jnp.diag(W))))
+    log_diagonal = jnp.sum(jnp.log(jnp.abs(jnp.diag(W))))
+    return 0.5 * (jnp.sum(W**2) + w @ w - len(w)) - log_diagonal         # @eq-kl-cholesky
 
 
 def kl_divergence(
@@ -134,7 +136,8 @@ def kl_divergence(
     Raises ValueError if a shape does not fit."""
     mean_q, cov_q = _moments(mean_q, cov_q, ("mean_q", "cov_q"))
     mean_p, cov_p = _shaped(mean_p, mean_q.shape, "mean_p"), _shaped(cov_p, cov_q.shape, "cov_p")
-    return kl_from_cholesky(mean_q - mean_p, cholesky(cov_q, "cov_q"), cholesky(cov_p, "cov_p"))
+    L_q, L_p = cholesky(cov_q, "cov_q"), cholesky(cov_p, "cov_p")
+    return kl_from_cholesky(mean_q - mean_p, L_q, L_p)
 
 # %% ../nbs/03_gaussians.ipynb #c034
 @cache
@@ -169,7 +172,8 @@ def gauss_hermite(
 
     Raises ValueError if shapes do not broadcast or `points` is out of range."""
     values, weights = _at_nodes(f, mean, var, points)
-    return jnp.tensordot(jnp.asarray(weights, jnp.result_type(values, float)), values, axes=1)
+    weights = jnp.asarray(weights, jnp.result_type(values, float))
+    return jnp.tensordot(weights, values, axes=1)                        # @eq-gauss-hermite
 
 # %% ../nbs/03_gaussians.ipynb #c040
 def log_expectation(
@@ -182,8 +186,9 @@ def log_expectation(
 
     Raises ValueError if shapes do not broadcast or `points` is out of range."""
     values, weights = _at_nodes(g, mean, var, points)
-    log_weights = jnp.asarray(np.log(weights), jnp.result_type(values, float)).reshape(-1, *[1] * (values.ndim - 1))
-    return jax.nn.logsumexp(log_weights + values, axis=0)
+    log_weights = jnp.asarray(np.log(weights), jnp.result_type(values, float))
+    log_weights = jnp.expand_dims(log_weights, range(1, values.ndim))
+    return jax.nn.logsumexp(log_weights + values, axis=0)                # @eq-log-expectation
 
 # %% ../nbs/03_gaussians.ipynb #c045
 def expectation_gradients(
@@ -198,4 +203,6 @@ def expectation_gradients(
     def derivative(g):
         return lambda x: jax.jvp(g, (x,), (jnp.ones_like(x),))[1]
     slope, curvature = derivative(f), derivative(derivative(f))
-    return gauss_hermite(slope, mean, var, points), 0.5 * gauss_hermite(curvature, mean, var, points)
+    in_mean = gauss_hermite(slope, mean, var, points)                    # @eq-bonnet
+    in_var = 0.5 * gauss_hermite(curvature, mean, var, points)           # @eq-price
+    return in_mean, in_var

@@ -68,7 +68,7 @@ def check_observations(
     if y.ndim not in (1, 2) or y.size == 0:
         raise ValueError(f"y must have shape (N,) or (N, P) and at least one row, got shape {y.shape}")
     if not isinstance(y, jax.core.Tracer):
-        wrong = np.argwhere(~np.asarray(likelihood.support(y)))
+        wrong = np.argwhere(~np.asarray(likelihood.support(np.asarray(y))))  # numpy: under jit, jax.numpy would trace
         if len(wrong):
             index = tuple(wrong[0].tolist())
             raise ValueError(f"y must hold {likelihood.accepts} for the likelihood {type(likelihood).__name__}, but {len(wrong)} of "

@@ -107,12 +107,12 @@ def _inverses(L: Array, D: list[Array], block: int) -> tuple[Array, Array]:
 @precise
 def inverses(
     L: Array,  # (N, N), lower triangular
-    block: int = 128,  # Size of the blocks at the bottom of the recursion
+    block: int | None = None,  # Size of the blocks at the bottom of the recursion; by default there are 16, none under 125
 ) -> tuple[Array, Array]:
     "(L⁻¹, (L Lᵀ)⁻¹), both (N, N), by matrix products over blocks."
     N = L.shape[0]
-    pad = -N % block if N > block else 0
-    size = min(N, block)
+    size = min(N, block or -(-N // min(16, -(-N // 125))))
+    pad = -N % size
     L = jnp.pad(L, ((0, pad), (0, pad))) + jnp.diag(jnp.arange(N + pad) >= N).astype(L.dtype)
     corners = jnp.stack([L[i:i + size, i:i + size] for i in range(0, N + pad, size)])
     D = jax.vmap(solve_lower, (0, None))(corners, jnp.eye(size, dtype=L.dtype))

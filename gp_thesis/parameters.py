@@ -59,8 +59,9 @@ def parameter(
         return value
     value = as_float(value, name)
     if not isinstance(value, jax.core.Tracer):
-        if not (np.isfinite(value).all() and np.all(constraint(value))):
-            raise ValueError(f"{name} must be {accepted} and finite, got {np.asarray(value)}")
+        number = np.asarray(value)  # not jax.numpy, which would be traced under jit
+        if not (np.isfinite(number).all() and np.all(constraint(number))):
+            raise ValueError(f"{name} must be {accepted} and finite, got {number}")
     return Parameter(value, constraint, prior)
 
 
@@ -82,7 +83,7 @@ def positive(value, prior=None, name: str = "value") -> Parameter:
 
 def unit_interval(value, prior=None, name: str = "value") -> Parameter:
     "A parameter whose elements lie strictly between 0 and 1, through the logistic function."
-    return parameter(value, constraints.unit_interval, "between 0 and 1", prior, name)
+    return parameter(value, constraints.open_interval(0.0, 1.0), "strictly between 0 and 1", prior, name)
 
 
 def lower_triangular(value, prior=None, name: str = "value") -> Parameter:

@@ -60,7 +60,7 @@ def plot_posterior(
     color: str = POSTERIOR,  # of mean and band
     label: str | None = None,  # of the mean, in the legend
 ) -> Axes:
-    "Mean, band of two standard deviations, samples and data. Raises ValueError for wrong shapes, entries not finite, or a negative variance."
+    "Mean, band of two standard deviations, samples, data. Raises ValueError for wrong shapes, NaN, negative variances."
     x = _column("Xs", Xs)
     m, v = _column("mean", mean, x.size), _column("var", var, x.size)
     if (v < -1e-8 * np.abs(v).max(initial=0)).any():  # below zero by more than rounding

@@ -24,7 +24,7 @@ PAGES = [Path(name).with_suffix(".html").name for name in listed(SIDEBAR)]
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
              "--disable-component-update", "--disable-sync", "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"]
 FORMULAS = """async () => {
-  if (window.MathJax) await MathJax.startup.promise;
+  if (window.MathJax?.startup) await MathJax.startup.promise;
   const visible = [...document.querySelectorAll('main .math')].filter(e => e.getClientRects().length);
   const drawn = visible.filter(e => [...e.querySelectorAll('mjx-container svg')].some(s => {
     const box = s.getBoundingClientRect(); return box.width > 2 && box.height > 2; }));

@@ -143,8 +143,10 @@ class Book:
         if not match["equation"]:
             return match[0]
         prefix = match["prefix"] or ""
-        tag = " · ".join(filter(None, [self.labels[match["equation"]].number, source_of(match["eq_attrs"])]))
-        return f'{prefix}{anchor(match["equation"])}\n{prefix}$${match["tex"].rstrip()} \\tag{{{tag}}}$$'
+        number, source = self.labels[match["equation"]].number, source_of(match["eq_attrs"])
+        beside = rf"$\begin{{array}}{{r}}({number})\\[-.2em]\scriptsize\text{{{source}}}\end{{array}}$"    # small, below ours
+        tag = rf"\tag*{{{beside}}}" if source else rf"\tag{{{number}}}"
+        return f'{prefix}{anchor(match["equation"])}\n{prefix}$${match["tex"].rstrip()} {tag}$$'
 
     def _theorem(self, match: re.Match, notebook: str) -> str:
         label, name, source = match["theorem"], match["name"], source_of(match["thm_attrs"])

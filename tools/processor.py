@@ -5,6 +5,9 @@ documentation folded below it, captions figures and tables, and resolves citatio
 """
 
 import re
+from functools import cached_property
+from importlib import import_module
+from operator import attrgetter
 from pathlib import Path
 
 import yaml
@@ -12,10 +15,12 @@ from fastcore.nbio import mk_cell
 from nbdev.config import get_config, nbpath2html
 from nbdev.doclinks import NbdevLookup
 from nbdev.process import Processor
+from nbdev.showdoc import show_doc
 
 from .crossref import KINDS, OPTION, REFERENCES, anchor, chapter_number, options, read_book
 
-SHOW_DOC = re.compile(r"\A(?:---\s*\n)?\s*#{2,}[ \t]+(?P<name>[\w.]+)[ \t]*\n(?P<body>[\s\S]*)\Z")
+SHOW_DOC = re.compile(r"^show_doc\((?P<name>[\w.]+)", re.M)
+ABOVE = re.compile(r"\A[\s\S]*?^#{2,}[ \t]+.*\n", re.M)           # a rule, a link to the source, the heading
 COLAB = "https://colab.research.google.com/github"
 
 
@@ -29,17 +34,26 @@ class BookProcessor(Processor):
         self.name = path.name
         self.book = read_book(path.parent, self.config.config_path / "references.bib")
 
+    @cached_property
+    def module(self):
+        "The module that the notebook exports, which its documentation is read from; no cell is run for it."
+        name, = (cell.directives_["default_exp"] for cell in self.nb.cells if "default_exp" in cell.directives_)
+        return import_module(f"{self.config.lib_path.name}.{name.strip()}")
+
     def begin(self):
-        cells = []
+        cells, names = [], []                       # names: those that show_doc documents at this place
         for cell in self.nb.cells:
-            if cell.cell_type == "code" and cell.source is not None:
+            if cell.cell_type == "code" and (shown := SHOW_DOC.search(cell.source)):
+                names.append(shown["name"])
+                continue
+            cells += self.documentation(names)
+            names = []
+            if cell.cell_type == "code":
                 cells += self.code(cell)
-            elif cell.cell_type == "markdown" and cell.source:
-                cell.source = self.text(cell.source)
-                cells.append(cell)
             else:
+                cell.source = self.text(cell.source) if cell.cell_type == "markdown" else cell.source
                 cells.append(cell)
-        self.nb.cells = cells
+        self.nb.cells = cells + self.documentation(names)
         self.title()
 
     # ---- text
@@ -73,8 +87,6 @@ class BookProcessor(Processor):
         "The cells that a code cell becomes on the page."
         if "default_exp" in cell.directives_ or "exporti" in cell.directives_:
             return []
-        if getattr(cell, "has_sd", False) or re.search(r"^show_doc\(", cell.source, re.M):
-            return self.documentation(cell)
         for output in cell.get("outputs", []):
             data = output.get("data") or {}
             if "text/markdown" in data:
@@ -84,18 +96,19 @@ class BookProcessor(Processor):
         label = options(cell.source).get("label", "")
         return self.captioned(cell, label) if label in self.book.labels else [cell]
 
-    def documentation(self, cell) -> list:
-        "What show_doc says, folded, with the anchors that links to the name and to its methods point at."
-        markdown = "".join(text for output in cell.outputs for text in (output.get("data") or {}).get("text/markdown", ""))
-        found = SHOW_DOC.match(markdown)
-        if not found:
-            return [cell]
-        known = (full.split(".", 2)[-1] for full in NbdevLookup().syms if full.startswith(f"{self.config.lib_path.name}."))
-        names = [found["name"], *(name for name in known if name.startswith(found["name"] + "."))]
-        anchors = "".join(anchor(name.lower()) for name in dict.fromkeys(names))
-        body = self.text(found["body"].strip())
-        summary = f"<summary>{anchors}Reference: <code>{found['name']}</code></summary>"
-        return [mk_cell(f'<details class="reference">\n{summary}\n\n{body}\n\n</details>', "markdown")]
+    def documentation(self, names: list[str]) -> list:
+        "What show_doc says of these names, folded, with the anchors that links to them and to their methods point at."
+        if not names:
+            return []
+        known = [full.split(".", 2)[-1] for full in NbdevLookup().syms if full.startswith(f"{self.module.__name__}.")]
+        bodies, links = [], []
+        for name in reversed(names):                # nbdev puts the last of a cell first
+            anchors = dict.fromkeys([name, *(other for other in known if other.startswith(f"{name}."))])
+            links.append("".join(anchor(other.lower()) for other in anchors) + f"<code>{name}</code>")
+            markdown = ABOVE.sub("", show_doc(attrgetter(name)(self.module))._repr_markdown_())
+            bodies.append(self.text(markdown.replace("jax.jaxlib._jax.Array", "jax.Array").strip()))
+        head = f'<details class="reference">\n<summary>Reference: {", ".join(links)}</summary>'
+        return [mk_cell("\n\n".join([head, *bodies, "</details>"]), "markdown")]
 
     def captioned(self, cell, label: str) -> list:
         "A cell with a label: its code and printed text, then its figure or table under a number and a caption."

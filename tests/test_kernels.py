@@ -1,0 +1,431 @@
+"Kernels, means and draws, against computations that do not use them."
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro.distributions as dist
+import pytest
+from hypothesis import given, settings, strategies as st
+from hypothesis.extra import numpy as hnp
+from scipy import special
+from sklearn.gaussian_process import kernels as sk
+
+from gp_thesis.kernels import (
+    RBF, Constant, ConstantMean, Cosine, Exponential, Kernel, Linear, LinearMean, Matern12, Matern32, Matern52,
+    Periodic, Polynomial, Product, Stationary, Sum, White, Wiener, Zero, check_inputs, sample_prior, squared_distance)
+from gp_thesis.parameters import cast, freeze, partition, positive, unwrap
+
+
+ell, period = np.array([0.7, 1.9]), np.array([1.3, 2.2])
+
+
+def differences(A, B):
+    return A[:, None, :] - B[None, :, :]
+
+
+def matern(nu, r):
+    "The Matérn correlation from its Bessel function."
+    s = np.sqrt(2 * nu) * np.where(r == 0, 1, r)
+    return np.where(r == 0, 1, 2 ** (1 - nu) / special.gamma(nu) * s**nu * special.kv(nu, s))
+
+
+def euclidean(A, B):
+    return np.sqrt((differences(A / ell, B / ell) ** 2).sum(-1))
+
+
+# name: (kernel for two columns, or one for Wiener; the same in NumPy)
+CASES = {
+    "RBF": (lambda: RBF(ell, 1.3), lambda A, B: 1.3 * np.exp(-0.5 * euclidean(A, B) ** 2)),
+    "Matern12": (lambda: Matern12(ell, 1.3), lambda A, B: 1.3 * matern(0.5, euclidean(A, B))),
+    "Matern32": (lambda: Matern32(ell, 1.3), lambda A, B: 1.3 * matern(1.5, euclidean(A, B))),
+    "Matern52": (lambda: Matern52(ell, 1.3), lambda A, B: 1.3 * matern(2.5, euclidean(A, B))),
+    "Exponential": (lambda: Exponential(ell, 1.3), lambda A, B: 1.3 * np.exp(-np.abs(differences(A, B) / ell).sum(-1))),
+    "Cosine": (lambda: Cosine(ell, 1.3), lambda A, B: 1.3 * np.cos(2 * np.pi * (differences(A, B) / ell).sum(-1))),
+    "Periodic": (lambda: Periodic(ell, 1.3, period),
+                 lambda A, B: 1.3 * np.exp(-2 * ((np.sin(np.pi * differences(A, B) / period) / ell) ** 2).sum(-1))),
+    "Linear": (lambda: Linear(ell), lambda A, B: np.einsum("id,d,jd->ij", A, ell, B)),
+    "Polynomial": (lambda: Polynomial(0.4, 0.6, degree=3), lambda A, B: (0.4 * np.einsum("id,jd->ij", A, B) + 0.6) ** 3),
+    "White": (lambda: White(1.3), lambda A, B: np.zeros((len(A), len(B)))),
+    "Constant": (lambda: Constant(1.3), lambda A, B: np.full((len(A), len(B)), 1.3)),
+    "Wiener": (lambda: Wiener(1.3), lambda A, B: 1.3 * np.minimum(A, B.T)),
+    "composite": (lambda: RBF(0.7, 1.3, active_dims=[1]) * Periodic(0.9, active_dims=[0]) + 0.5 * Linear(active_dims=[0]) + White(0.1),
+                  lambda A, B: 1.3 * np.exp(-0.5 * (differences(A, B)[..., 1] / 0.7) ** 2)
+                  * np.exp(-2 * (np.sin(np.pi * differences(A, B)[..., 0]) / 0.9) ** 2) + 0.5 * A[:, :1] * B[:, :1].T),
+}
+NOISE = {"White": 1.3, "composite": 0.1}
+every_kernel = pytest.mark.parametrize("name", CASES)
+few = settings(max_examples=15, deadline=None)
+
+
+def columns(name, X):
+    "Inputs that the kernel takes: one column that is not negative for Wiener, two otherwise."
+    return np.abs(X[:, :1]) if name == "Wiener" else X
+
+
+def some(name, num=9, seed=0, dtype=np.float64):
+    return columns(name, np.random.default_rng(seed).normal(size=(num, 2)).astype(dtype))
+
+
+# A fixed number of rows, so that each kernel compiles once; values with repetitions, zeros and near misses.
+numbers = st.floats(-10, 10, width=32).map(float) | st.sampled_from([0.0, 1.0, 1.0 + 1e-9, 1e-20, -2.5])
+inputs = hnp.arrays(np.float64, (6, 2), elements=numbers)
+
+
+@every_kernel
+@few
+@given(X=inputs)
+def test_gram_matrix(name, X):
+    X, (make, by_numpy) = columns(name, X), CASES[name]
+    kernel = make()
+    K = np.asarray(kernel(X))
+    assert np.array_equal(K, K.T) or np.allclose(K, K.T, rtol=1e-14, atol=0)
+    assert np.linalg.eigvalsh(K).min() >= -1e-8 * max(np.abs(K).max(), 1e-12)
+    np.testing.assert_allclose(kernel.diag(X), np.diag(K), rtol=1e-12, atol=1e-14)
+    np.testing.assert_allclose(K, by_numpy(X, X) + NOISE.get(name, 0) * np.eye(6), rtol=1e-7, atol=1e-12)
+
+
+@every_kernel
+@few
+@given(X=inputs)
+def test_cross_covariance_is_a_block_of_the_joint_gram_matrix(name, X):
+    X, kernel = columns(name, X), CASES[name][0]()
+    np.testing.assert_allclose(kernel(X[:4], X[4:]), kernel(X)[:4, 4:], rtol=1e-7, atol=1e-12)
+    np.testing.assert_allclose(kernel(X[4:], X[:4]), kernel(X)[4:, :4], rtol=1e-7, atol=1e-12)
+
+
+@pytest.mark.parametrize("ours, theirs", [
+    (RBF(ell, 2.0), 2.0 * sk.RBF(ell)),
+    (Matern12(ell), sk.Matern(ell, nu=0.5)),
+    (Matern32(ell), sk.Matern(ell, nu=1.5)),
+    (Matern52(ell), sk.Matern(ell, nu=2.5)),
+    (Linear(1.0) + 4.0, sk.DotProduct(2.0)),
+    (Polynomial(1.0, 4.0, degree=2), sk.DotProduct(2.0) ** 2),
+    (Constant(0.7), sk.ConstantKernel(0.7)),
+    (White(0.7), sk.WhiteKernel(0.7)),
+    (RBF(0.5) * Matern32(2.0) + White(0.1), sk.RBF(0.5) * sk.Matern(2.0, nu=1.5) + sk.WhiteKernel(0.1)),
+])
+def test_scikit_learn_agrees(ours, theirs):
+    X, X2 = some("RBF"), some("RBF", 4, seed=1)
+    np.testing.assert_allclose(ours(X), theirs(X), rtol=1e-12, atol=1e-14)
+    np.testing.assert_allclose(ours(X, X2), theirs(X, X2), rtol=1e-12, atol=1e-14)
+    np.testing.assert_allclose(ours.diag(X), theirs.diag(X), rtol=1e-12)
+
+
+def test_scikit_learn_agrees_on_the_periodic_kernel():
+    X = some("RBF")[:, :1]
+    np.testing.assert_allclose(Periodic(0.8, period=1.7)(X), sk.ExpSineSquared(0.8, 1.7)(X), rtol=1e-12)
+
+
+def test_exponential_and_matern12_agree_in_one_dimension_only():
+    X = some("RBF")
+    np.testing.assert_allclose(Exponential(0.6)(X[:, :1]), Matern12(0.6)(X[:, :1]), rtol=1e-14)
+    assert not np.allclose(Exponential(0.6)(X), Matern12(0.6)(X))
+
+
+# ---- derivatives
+
+def central(function, x, step=1e-6):
+    "Derivatives of a scalar function by central differences, one coordinate after another."
+    x = np.asarray(x, float)
+    change = np.zeros_like(x)
+    for index in np.ndindex(x.shape):
+        shift = np.zeros_like(x)
+        shift[index] = step
+        change[index] = (function(x + shift) - function(x - shift)) / (2 * step)
+    return change
+
+
+def weights(*shape):
+    "Fixed weights, not symmetric, that make a scalar of a covariance matrix."
+    return np.random.default_rng(5).normal(size=shape)
+
+
+@every_kernel
+@pytest.mark.parametrize("cross", [False, True])
+def test_gradients_against_finite_differences(name, cross):
+    X, X2 = some(name, 5), some(name, 4, seed=1) if cross else None
+    G = weights(5, 4 if cross else 5)
+    trainable, rest = partition(CASES[name][0]())
+    leaves, structure = jax.tree.flatten(trainable)
+    sizes = np.cumsum([leaf.size for leaf in leaves])[:-1]
+
+    @jax.jit
+    def total(flat, X):
+        parts = [part.reshape(leaf.shape) for part, leaf in zip(jnp.split(flat, sizes), leaves)]
+        kernel = jax.tree.map(lambda a, b: b if a is None else a, jax.tree.unflatten(structure, parts), rest,
+                              is_leaf=lambda x: x is None)
+        return jnp.sum(G * kernel(X, X2)) + jnp.sum(jnp.sin(kernel.diag(X)))
+
+    flat = np.concatenate([np.ravel(leaf) for leaf in leaves])
+    by_parameters, by_inputs = jax.jit(jax.grad(total, (0, 1)))(flat, X)
+    np.testing.assert_allclose(by_parameters, central(lambda p: float(total(p, X)), flat), rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(by_inputs, central(lambda A: float(total(flat, A)), X), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("make, num_dims", [(RBF, 2), (RBF, 12), (Matern12, 2), (Matern32, 12), (Matern52, 2), (Exponential, 2), (Periodic, 2)])
+def test_second_derivatives_against_finite_differences(make, num_dims):
+    "With few columns and with many, which go through different formulas; forward over reverse."
+    rng = np.random.default_rng(0)
+    X, G, scales = rng.normal(size=(4, num_dims)), weights(4, 4), rng.uniform(1, 2, size=num_dims)
+
+    def total(scales, X):
+        return jnp.sum(G * make(scales)(X))
+
+    gradient = jax.jit(jax.grad(total, (0, 1)))
+    pick = np.s_[:3]
+    second = jax.jit(jax.jacfwd(lambda s: jnp.concatenate([jnp.ravel(g) for g in jax.grad(total, (0, 1))(s, X)])))(scales)
+    flat = lambda s: np.concatenate([np.ravel(g) for g in gradient(s, X)])
+    for d in range(num_dims)[pick]:
+        step = 1e-5 * np.eye(num_dims)[d]
+        np.testing.assert_allclose(second[:, d], (flat(scales + step) - flat(scales - step)) / 2e-5, rtol=1e-5, atol=1e-7)
+
+
+def test_hessian_with_respect_to_parameters():
+    X, G = some("RBF", 5), weights(5, 5)
+    total = jax.jit(lambda p: jnp.sum(G * Matern52(p[:2], p[2])(X)))
+    p = np.array([0.7, 1.4, 0.9])
+    hessian = jax.jit(jax.hessian(total))(p)
+    gradient = jax.jit(jax.grad(total))
+    expected = np.stack([(gradient(p + s) - gradient(p - s)) / 2e-5 for s in 1e-5 * np.eye(3)])
+    np.testing.assert_allclose(hessian, expected, rtol=1e-6, atol=1e-8)
+    np.testing.assert_allclose(hessian, hessian.T, atol=1e-12)
+
+
+@every_kernel
+@few
+@given(X=inputs)
+def test_gradients_stay_finite_at_coincident_and_nearly_coincident_inputs(name, X):
+    X = columns(name, np.concatenate([X, X[:2], X[:1] + 1e-13]))
+    gradients = GRADIENTS[name](CASES[name][0](), X)
+    for gradient in jax.tree.leaves(gradients):
+        assert np.all(np.isfinite(gradient))
+        assert np.abs(gradient).max() < 1e7
+
+
+GRADIENTS = {name: jax.jit(jax.grad(lambda kernel, X: jnp.sum(kernel(X)) + jnp.sum(kernel(X, X[::-1])), (0, 1))) for name in CASES}
+
+
+@pytest.mark.parametrize("kernel, expected", [(RBF(), 1.0), (Matern32(), 3.0), (Matern52(), 5 / 3), (Periodic(), 4 * math.pi**2)])
+def test_covariance_of_derivatives_at_one_input(kernel, expected):
+    "var f'(x) = ∂²k(x, x') / ∂x ∂x' at x = x', where a plain square root would give 0 or NaN."
+    scalar = lambda a, b: kernel(a[None, None], b[None, None])[0, 0]
+    assert np.isclose(jax.grad(jax.grad(scalar, 0), 1)(0.3, 0.3), expected)
+
+
+# ---- the distance
+
+@pytest.mark.parametrize("num_dims", [1, 8, 9, 30])
+def test_squared_distance(num_dims):
+    rng = np.random.default_rng(0)
+    A, B = rng.normal(size=(7, num_dims)) + 50, rng.normal(size=(5, num_dims)) + 50
+    exact = lambda A, B: (differences(A, B) ** 2).sum(-1)
+    np.testing.assert_allclose(squared_distance(A, B), exact(A, B), rtol=1e-11)
+    np.testing.assert_allclose(squared_distance(A), exact(A, A), rtol=1e-11)
+    assert np.all(np.diag(squared_distance(A)) == 0)
+    assert squared_distance(A, A).min() >= 0
+
+
+@pytest.mark.parametrize("num_dims", [3, 30])
+def test_single_precision_distance_far_from_the_origin(num_dims):
+    "Centring keeps what the formula with norms about the origin would lose."
+    rng = np.random.default_rng(0)
+    A = (rng.normal(size=(40, num_dims)) + 300).astype(np.float32)
+    exact = (differences(A.astype(float), A.astype(float)) ** 2).sum(-1)
+    got = squared_distance(jnp.asarray(A))
+    assert got.dtype == jnp.float32
+    assert np.abs(got - exact).max() < 1e-4 * exact.max()
+
+
+@pytest.mark.parametrize("num_dims", [3, 12])
+def test_no_three_dimensional_array_in_value_or_gradient(num_dims):
+    G = jnp.ones((50, 40))
+    gradient = jax.grad(lambda A, B: jnp.sum(G * squared_distance(A, B)), (0, 1))
+    text = jax.jit(gradient).lower(jnp.zeros((50, num_dims)), jnp.zeros((40, num_dims))).compile().as_text()
+    assert f"[50,40,{num_dims}]" not in text and f"[{num_dims},50,40]" not in text and "[50,40" in text
+
+
+# ---- precision, transformations, parameters
+
+@jax.jit
+def everything(kernel, X, X2):
+    return kernel(X), kernel(X, X2), kernel.diag(X), jax.grad(lambda X: jnp.sum(kernel(X)))(X)
+
+
+@every_kernel
+def test_single_precision(name):
+    kernel, X, X2 = CASES[name][0](), some(name), some(name, 4, 1)
+    single = [a.astype(np.float32) for a in (X, X2)]
+    for got, exact in zip(everything(cast(kernel, jnp.float32), *single), everything(kernel, *[a.astype(float) for a in single])):
+        assert got.dtype == jnp.float32 and exact.dtype == jnp.float64
+        np.testing.assert_allclose(got, exact, rtol=2e-4, atol=1e-4)
+
+
+@every_kernel
+def test_jit_and_vmap(name):
+    kernel, X = CASES[name][0](), np.stack([some(name, 4, seed) for seed in range(3)])
+    batched = jax.jit(jax.vmap(lambda kernel, X: kernel(X), in_axes=(None, 0)))(kernel, X)
+    np.testing.assert_allclose(batched, np.stack([kernel(x) for x in X]), rtol=1e-12, atol=1e-14)
+
+
+def test_integers_and_lists_are_inputs():
+    np.testing.assert_allclose(RBF()([[0], [1]]), [[1, np.exp(-0.5)], [np.exp(-0.5), 1]])
+    np.testing.assert_allclose(RBF()(np.arange(3)[:, None]), RBF()(np.arange(3.0)[:, None]))
+
+
+def test_parameters_with_priors_and_frozen_ones():
+    kernel = RBF(positive(2.0, prior=dist.Gamma(2.0, 1.0)), freeze(positive(3.0)))
+    assert np.isclose(unwrap(kernel).lengthscale, 2.0) and np.isclose(unwrap(kernel).variance, 3.0)
+    gradient = jax.grad(lambda kernel: jnp.sum(kernel(some("RBF"))))(kernel)
+    assert gradient.lengthscale.unconstrained != 0
+    assert all(np.all(leaf == 0) for leaf in jax.tree.leaves(gradient.variance))
+
+
+# ---- composition
+
+def test_sums_and_products_are_flat():
+    a, b, c = RBF(), White(), Linear()
+    assert [type(k) for k in (a + b + c).kernels] == [RBF, White, Linear]
+    assert [type(k) for k in (a * (b * c)).kernels] == [RBF, White, Linear]
+    assert isinstance(a * b + c, Sum) and isinstance(a * (b + c), Product)
+
+
+def test_numbers_in_sums_and_products():
+    X = some("RBF")
+    np.testing.assert_allclose((2.0 * RBF() + 3)(X), 2 * RBF()(X) + 3)
+    np.testing.assert_allclose((3 + RBF() * 2.0).diag(X), 5.0)
+    with pytest.raises(ValueError, match="variance must be positive"):
+        -1.0 * RBF()
+    with pytest.raises(ValueError, match="variance must be a number"):
+        RBF() + "noise"
+
+
+def test_active_dims():
+    X = np.random.default_rng(0).normal(size=(5, 4))
+    for dims, picked in (([2, 0], X[:, [2, 0]]), ((1,), X[:, [1]]), (slice(1, 3), X[:, 1:3]), (slice(0, 4, 2), X[:, ::2]),
+                         (np.array([3]), X[:, [3]]), (range(2), X[:, :2])):
+        np.testing.assert_array_equal(RBF(active_dims=dims)(X), RBF()(picked))
+        np.testing.assert_array_equal(Linear(active_dims=dims).diag(X), Linear().diag(picked))
+    inner = RBF(active_dims=[1]) + Linear(active_dims=[0])
+    np.testing.assert_allclose(Sum(inner.kernels, active_dims=[3, 2])(X), RBF()(X[:, [2]]) + Linear()(X[:, [3]]))
+    np.testing.assert_allclose((Sum(inner.kernels, active_dims=[3, 2]) + Constant())(X), RBF()(X[:, [2]]) + Linear()(X[:, [3]]) + 1)
+
+
+def test_vector_lengthscale_goes_with_the_active_columns():
+    X = np.random.default_rng(0).normal(size=(5, 4))
+    np.testing.assert_allclose(RBF([0.5, 2.0], active_dims=[3, 1])(X), RBF()(X[:, [3, 1]] / [0.5, 2.0]))
+
+
+# ---- means and draws
+
+def test_means():
+    X = some("RBF")
+    np.testing.assert_array_equal(Zero()(X), np.zeros(9))
+    np.testing.assert_array_equal(ConstantMean(1.5)(X), np.full(9, 1.5))
+    np.testing.assert_allclose(LinearMean([1.0, -2.0], 0.5)(X), X @ [1.0, -2.0] + 0.5)
+    gradient = jax.grad(lambda mean: jnp.sum(mean(X)))(LinearMean([1.0, -2.0]))
+    np.testing.assert_allclose(gradient.weights.unconstrained, X.sum(0))
+    assert Zero()(X.astype(np.float32)).dtype == jnp.float32
+
+
+def test_draws_have_the_mean_and_the_covariance_of_the_process():
+    X, num = np.linspace(0, 2, 4)[:, None], 40_000
+    kernel = Matern32(0.8, 2.0) + Linear()
+    draws = np.asarray(sample_prior(jax.random.key(1), kernel, X, num, LinearMean([1.0])))
+    assert draws.shape == (num, 4)
+    sd = np.sqrt(np.asarray(kernel.diag(X)))
+    assert np.all(np.abs(draws.mean(0) - X[:, 0]) < 5 * sd / np.sqrt(num))
+    assert np.all(np.abs(np.cov(draws.T) - kernel(X)) < 7 * np.outer(sd, sd) / np.sqrt(num))
+    np.testing.assert_array_equal(draws[:3], sample_prior(jax.random.key(1), kernel, X, num, LinearMean([1.0]))[:3])
+
+
+def test_draws_in_single_precision_and_from_a_singular_matrix():
+    X = np.zeros((3, 1), np.float32)
+    draws = sample_prior(jax.random.key(0), cast(RBF(), jnp.float32), X, 2)
+    assert draws.dtype == jnp.float32 and np.all(np.isfinite(draws))
+    np.testing.assert_allclose(draws, draws[:, :1].repeat(3, 1), atol=5e-3)
+
+
+def test_a_kernel_of_ones_own():
+    class RationalQuadratic(Stationary):
+        def correlation(self, r2):
+            return 1 / (1 + r2 / 2)
+
+    X = some("RBF")
+    np.testing.assert_allclose(RationalQuadratic(0.6, 2.0)(X), 2.0 * sk.RationalQuadratic(0.6, 1.0)(X), rtol=1e-12)
+
+
+# ---- errors
+
+good = np.ones((3, 2))
+
+
+@pytest.mark.parametrize("call, message", [
+    (lambda: RBF()(np.ones(3)), r"X must have shape \(N, D\), got \(3,\).*pass X\[:, None\]"),
+    (lambda: RBF()(np.ones((3, 2, 1))), r"X must have shape \(N, D\), got \(3, 2, 1\)"),
+    (lambda: RBF()(1.0), r"X must have shape \(N, D\), got \(\)"),
+    (lambda: RBF()(np.ones((0, 2))), r"X must have at least one row and one column, got shape \(0, 2\)"),
+    (lambda: RBF()(np.ones((2, 0))), r"X must have at least one row and one column, got shape \(2, 0\)"),
+    (lambda: RBF()(np.array([[1.0], [np.nan]])), "X must be finite, got NaN or infinity in 1 rows, the first being row 1"),
+    (lambda: RBF().diag(np.array([[np.inf]])), "X must be finite"),
+    (lambda: RBF()([["a"]]), "X must be a number or an array of numbers"),
+    (lambda: RBF()(np.ones((2, 1)) * 1j), "X must be real"),
+    (lambda: RBF()(good, np.ones(2)), r"X2 must have shape \(N, D\)"),
+    (lambda: RBF()(good, np.ones((4, 3))), r"X2 must have 2 columns, got shape \(4, 3\)"),
+    (lambda: RBF()(good, np.full((4, 2), np.nan)), "X2 must be finite"),
+    (lambda: check_inputs(good, "Z", 3), r"Z must have 3 columns, got shape \(3, 2\)"),
+    (lambda: ConstantMean()(np.ones(3)), r"X must have shape \(N, D\)"),
+    (lambda: RBF(-1.0), "lengthscale must be positive"),
+    (lambda: RBF([1.0, 0.0]), "lengthscale must be positive"),
+    (lambda: Matern32(1.0, -2.0), "variance must be positive"),
+    (lambda: Periodic(period=0.0), "period must be positive"),
+    (lambda: Polynomial(offset=-1.0), "offset must be positive"),
+    (lambda: Polynomial(degree=1.5), "degree must be a positive integer, got 1.5"),
+    (lambda: Polynomial(degree=0), "degree must be a positive integer, got 0"),
+    (lambda: White("loud"), "variance must be a number"),
+    (lambda: RBF([1.0, 2.0, 3.0])(good), r"lengthscale must be one number or have one element for each of the 2 active columns, got shape \(3,\)"),
+    (lambda: RBF([1.0])(good), "lengthscale must be one number"),
+    (lambda: RBF([[1.0, 2.0]])(good), "lengthscale must be one number"),
+    (lambda: RBF([1.0, 2.0], active_dims=[0])(good), "for each of the 1 active columns"),
+    (lambda: Linear([1.0, 2.0, 3.0]).diag(good), "variance must be one number"),
+    (lambda: Periodic(period=[1.0, 2.0, 3.0])(good), "period must be one number"),
+    (lambda: RBF(active_dims=[2])(good), r"active_dims of RBF are \(2,\), but the inputs have columns 0 to 1"),
+    (lambda: (RBF() + White(active_dims=[0, 5])).diag(good), r"active_dims of White are \(0, 5\)"),
+    (lambda: RBF(active_dims=[0, 0]), r"active_dims must be distinct column numbers.*got \[0, 0\]"),
+    (lambda: RBF(active_dims=[]), "active_dims must be distinct"),
+    (lambda: RBF(active_dims=[-1]), "counted from 0"),
+    (lambda: RBF(active_dims=[0.5]), "active_dims must be distinct"),
+    (lambda: RBF(active_dims=[True, False]), "active_dims must be distinct"),
+    (lambda: RBF(active_dims=1), "active_dims must be distinct"),
+    (lambda: RBF(active_dims="01"), "active_dims must be distinct"),
+    (lambda: RBF(active_dims=slice(1, None)), "a slice needs an end"),
+    (lambda: RBF(active_dims=slice(2, 1)), "active_dims must be distinct"),
+    (lambda: RBF()(good.astype(np.float32)), "mixed dtypes: X is float32, lengthscale is float64, variance is float64.*astype.*cast"),
+    (lambda: cast(RBF(), jnp.float32)(good.astype(np.float32), good), "mixed dtypes: X is float32, X2 is float64"),
+    (lambda: (RBF() + cast(White(), jnp.float32))(good), r"kernels\[1\].variance is float32"),
+    (lambda: ConstantMean(1.0)(good.astype(np.float32)), "mixed dtypes: X is float32, value is float64"),
+    (lambda: Wiener()(good), "Wiener needs one active column, got 2"),
+    (lambda: Wiener()(np.array([[-0.5]])), "Wiener needs inputs that are at least 0, got -0.5"),
+    (lambda: Wiener().diag(np.array([[-0.5]])), "Wiener needs inputs that are at least 0"),
+    (lambda: LinearMean([1.0, 2.0, 3.0])(good), "weights must have one element for each of the 2 columns"),
+    (lambda: Sum([]), "kernels must be a non-empty list of kernels"),
+    (lambda: Product([RBF(), 2.0]), "kernels must be a non-empty list of kernels"),
+])
+def test_errors_name_the_argument_and_what_is_accepted(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_shapes_are_checked_while_tracing_and_values_are_not():
+    assert np.all(np.isnan(jax.jit(lambda X: RBF()(X))(np.full((2, 1), np.nan))))
+    with pytest.raises(ValueError, match="X must have shape"):
+        jax.jit(lambda X: RBF()(X))(np.ones(3))
+    with pytest.raises(ValueError, match="mixed dtypes"):
+        jax.jit(lambda X: RBF()(X))(np.ones((3, 1), np.float32))
+
+
+@every_kernel
+def test_every_kernel_is_a_kernel_with_active_dims(name):
+    assert isinstance(CASES[name][0](), Kernel)
+    assert CASES[name][0]().active_dims is None

@@ -1,0 +1,126 @@
+"Linear algebra: the safe Cholesky, inverses by blocks, the log density and its derivatives, low rank, reverse mode."
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.stats
+from jax.test_util import check_grads
+
+from gp_thesis.linalg import (JITTER, add_diagonal, cholesky, cholesky_reverse_blocked, cholesky_reverse_unblocked, inverses, log_density,
+                              log_determinant, low_rank_log_determinant, solve_lower, solve_upper, woodbury_solve)
+
+rng = np.random.default_rng(0)
+
+
+def spd(n, floor=0.3, dtype=float):
+    A = rng.normal(size=(n, n))
+    return jnp.asarray(A @ A.T / n + floor * np.eye(n), dtype)
+
+
+def symmetric(K):
+    return 0.5 * (K + K.T)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [("float64", 1e-13), ("float32", 1e-5)])
+def test_cholesky_adds_no_jitter_where_none_is_needed(dtype, tolerance):
+    K = spd(40, dtype=dtype)
+    assert cholesky(K).dtype == dtype
+    assert np.allclose(cholesky(K), np.linalg.cholesky(np.asarray(K, float)), atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
+def test_jitter_is_relative_and_small(dtype, scale):
+    x = jnp.linspace(0, 1, 200, dtype=dtype)
+    K = jnp.asarray(scale, dtype) * jnp.exp(-0.5 * (x[:, None] - x) ** 2)
+    L = np.asarray(eqx.filter_jit(cholesky)(K), float)
+    assert np.isfinite(L).all()
+    assert np.abs(L @ L.T - np.asarray(K, float)).max() <= 1.1 * scale * JITTER[dtype][-1]
+
+
+@pytest.mark.parametrize("broken", [-np.eye(3), np.full((3, 3), np.nan), np.diag([1.0, np.inf, 1.0]), np.array([[1.0, 2], [2, 1]])])
+def test_hopeless_matrices_raise_with_their_name(broken):
+    with pytest.raises(Exception, match=r"K_uu of size \d x \d \(float64\) is not positive definite"):
+        jax.block_until_ready(eqx.filter_jit(cholesky)(jnp.asarray(broken), "K_uu"))
+
+
+def test_failure_inside_a_gradient_raises_too():
+    with pytest.raises(Exception, match="my matrix of size 3 x 3"):
+        jax.block_until_ready(eqx.filter_jit(jax.grad(lambda K: log_density(jnp.ones(3), 0.0, K, "my matrix")))(-jnp.eye(3)))
+
+
+def test_cholesky_derivatives():
+    check_grads(lambda K: jnp.sum(jnp.sin(cholesky(symmetric(K)))), (spd(6),), order=2, modes=("fwd", "rev"), rtol=1e-5, atol=1e-5)
+
+
+def test_cholesky_under_vmap_mixes_good_and_singular():
+    K = jnp.stack([spd(4), jnp.ones((4, 4))])
+    L = jax.vmap(cholesky)(K)
+    assert jnp.allclose(L[0], cholesky(K[0])) and jnp.allclose(L[1], cholesky(K[1]))
+
+
+@pytest.mark.parametrize("n, block", [(1, None), (5, 2), (127, None), (128, None), (129, None), (300, 64), (513, 128)])
+def test_inverses(n, block):
+    K = spd(n)
+    L_inv, K_inv = inverses(cholesky(K), block)
+    assert np.allclose(L_inv, np.linalg.inv(np.linalg.cholesky(K)), atol=1e-10)
+    assert np.allclose(K_inv, np.linalg.inv(K), atol=1e-10)
+
+
+def test_inverse_of_an_ill_conditioned_matrix_is_as_accurate_as_its_condition_number_allows():
+    x = jnp.linspace(0, 5, 400)
+    K = jnp.exp(-0.5 * (x[:, None] - x) ** 2) + 1e-6 * jnp.eye(400)
+    ours, lapack = inverses(cholesky(K))[1], np.linalg.inv(K)
+    assert np.abs(ours - lapack).max() < 10 * np.finfo(float).eps * np.linalg.cond(K) * np.abs(lapack).max()
+
+
+@pytest.mark.parametrize("n, P", [(1, 1), (7, 1), (7, 3), (150, 2)])
+def test_log_density_against_scipy(n, P):
+    K, Y, m = spd(n), rng.normal(size=(n, P)), rng.normal(size=n)
+    want = sum(scipy.stats.multivariate_normal.logpdf(Y[:, p], m, K) for p in range(P))
+    assert np.isclose(log_density(jnp.asarray(Y), m, K), want, rtol=1e-11)
+    assert np.isclose(log_density(jnp.asarray(Y[:, 0]), m, K), scipy.stats.multivariate_normal.logpdf(Y[:, 0], m, K), rtol=1e-11)
+
+
+@pytest.mark.parametrize("n, P", [(1, 1), (6, 1), (6, 2), (140, 1)])
+def test_log_density_derivatives(n, P):
+    arguments = jnp.asarray(rng.normal(size=(n, P))), jnp.asarray(rng.normal(size=n)), spd(n, floor=1.0)
+    check_grads(lambda Y, m, K: log_density(Y, m, symmetric(K)), arguments, order=1 if n > 10 else 2,
+                modes=("fwd", "rev"), rtol=1e-4, atol=1e-4)
+
+
+def test_gradient_in_float32():
+    K, y = spd(200), rng.normal(size=200)
+    exact = jax.grad(lambda K: log_density(jnp.asarray(y), 0.0, K))(K)
+    single = jax.grad(lambda K: log_density(jnp.asarray(y, "float32"), jnp.float32(0), K))(K.astype("float32"))
+    assert single.dtype == jnp.float32
+    assert np.abs(single - exact).max() < 1e-3 * np.abs(exact).max()
+
+
+@pytest.mark.parametrize("columns", [None, 3])
+def test_low_rank_identities(columns):
+    d, U = jnp.asarray(rng.uniform(0.1, 2, 30)), jnp.asarray(rng.normal(size=(30, 4)))
+    B = jnp.asarray(rng.normal(size=30 if columns is None else (30, columns)))
+    dense = np.diag(d) + U @ U.T
+    assert np.allclose(woodbury_solve(d, U, B), np.linalg.solve(dense, B))
+    assert np.isclose(low_rank_log_determinant(d, U), np.linalg.slogdet(dense)[1])
+    check_grads(lambda d, U: jnp.sum(jnp.sin(woodbury_solve(d, U, B))) + low_rank_log_determinant(d, U), (d, U), order=1, modes=("fwd", "rev"), rtol=1e-4)
+
+
+@pytest.mark.parametrize("n, block", [(1, 4), (6, 4), (9, 4), (64, 64), (70, 64)])
+def test_reverse_mode_cholesky(n, block):
+    K, L_bar = spd(n), jnp.asarray(rng.normal(size=(n, n)))
+    L, pullback = jax.vjp(lambda K: jnp.linalg.cholesky(K), K)  # JAX's own derivation
+    (full,) = pullback(jnp.tril(L_bar))
+    want = jnp.tril(full + full.T) - jnp.diag(jnp.diag(full))
+    assert jnp.allclose(cholesky_reverse_unblocked(L, L_bar), want, atol=1e-9)
+    assert jnp.allclose(cholesky_reverse_blocked(L, L_bar, block), want, atol=1e-9)
+
+
+def test_small_helpers():
+    K, B = spd(5), jnp.asarray(rng.normal(size=(5, 2)))
+    L = cholesky(K)
+    assert jnp.allclose(L @ solve_lower(L, B), B) and jnp.allclose(L.T @ solve_upper(L, B[:, 0]), B[:, 0])
+    assert np.isclose(log_determinant(L), np.linalg.slogdet(K)[1])
+    assert jnp.allclose(add_diagonal(K, jnp.arange(5.0)), K + jnp.diag(jnp.arange(5.0)))

@@ -1,0 +1,95 @@
+"Parameters: bijections, freezing, priors, dtypes."
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro.distributions as dist
+import pytest
+import scipy.integrate
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gp_thesis.parameters import (as_float, cast, free, freeze, log_prior, log_prior_unconstrained, lower_triangular,
+                                  partition, positive, unfreeze, unit_interval, unwrap)
+
+
+class Model(eqx.Module):
+    a: object
+    b: object
+    fixed: str = eqx.field(static=True, default="text")
+
+
+@given(st.floats(1e-6, 1e6))
+def test_positive_round_trip(value):
+    assert np.isclose(positive(value).value, value, rtol=1e-9)
+
+
+@given(st.floats(1e-6, 1 - 1e-6))
+def test_unit_interval_round_trip(value):
+    assert np.isclose(unit_interval(value).value, value, rtol=1e-9)
+
+
+def test_lower_triangular_round_trip_batched():
+    L = np.tril(np.random.default_rng(0).normal(size=(3, 4, 4)))
+    L[:, range(4), range(4)] = np.abs(L[:, range(4), range(4)]) + 0.1
+    assert np.allclose(lower_triangular(L).value, L, atol=1e-12)
+    assert lower_triangular(L).unconstrained.shape == (3, 10)
+
+
+@pytest.mark.parametrize("make, value", [
+    (positive, 0.0), (positive, -1.0), (positive, np.nan), (positive, np.inf), (positive, [1.0, -2.0]), (positive, "x"), (positive, None),
+    (positive, 1j), (unit_interval, 0.0), (unit_interval, 1.0), (unit_interval, 2.0), (free, np.nan),
+    (lower_triangular, [[1.0, 1.0], [0.0, 1.0]]), (lower_triangular, [[-1.0, 0.0], [0.0, 1.0]])])
+def test_bad_values_are_refused_by_name(make, value):
+    with pytest.raises(ValueError, match="gadget"):
+        make(value, name="gadget")
+
+
+def test_a_step_in_unconstrained_space_stays_in_the_set():
+    for parameter, low, high in ((positive(1e-3), 0, np.inf), (unit_interval(0.5), 0, 1)):
+        for step in (-30.0, 30.0):
+            moved = eqx.tree_at(lambda p: p.unconstrained, parameter, parameter.unconstrained + step)
+            assert low <= moved.value <= high and np.isfinite(moved.value)
+
+
+def test_parameters_made_inside_jit():
+    made = jax.jit(lambda x: positive(x).value + positive(2.0).value)(3.0)
+    assert np.isclose(made, 5.0)
+
+
+def test_no_weak_types():
+    assert not positive(1.0).unconstrained.weak_type and not free(1).unconstrained.weak_type
+
+
+def test_dtypes_are_kept_and_cast():
+    assert as_float(np.float32(1)).dtype == jnp.float32 and as_float(1).dtype == jnp.float64
+    model = cast(Model(positive(1.0, prior=dist.Gamma(2.0, 1.0)), free(np.zeros(3))), jnp.float32)
+    assert unwrap(model).a.dtype == jnp.float32 and unwrap(model).b.dtype == jnp.float32
+
+
+def test_frozen_parameters_do_not_move_and_thaw():
+    model = Model(freeze(positive(1.0, prior=dist.Gamma(2.0, 1.0))), free(2.0))
+    trainable, rest = partition(model)
+    assert len(jax.tree.leaves(trainable)) == 1
+    gradient = jax.grad(lambda t: jnp.sum(unwrap(eqx.combine(t, rest)).a * unwrap(eqx.combine(t, rest)).b))(trainable)
+    assert np.isclose(jax.tree.leaves(gradient)[0], 1.0)
+    assert len(jax.tree.leaves(partition(unfreeze(model))[0])) == 2
+    assert np.isclose(log_prior(unfreeze(model)), dist.Gamma(2.0, 1.0).log_prob(1.0)) and log_prior(model) == 0
+
+
+def test_combine_inverts_partition():
+    model = Model(positive([1.0, 2.0]), freeze(free(3.0)))
+    assert eqx.tree_equal(eqx.combine(*partition(model)), model)
+
+
+@pytest.mark.parametrize("make, prior", [(positive, dist.Gamma(3.0, 2.0)), (positive, dist.LogNormal(0.0, 1.0)),
+                                         (unit_interval, dist.Beta(2.0, 3.0)), (free, dist.Normal(1.0, 2.0))])
+def test_prior_in_unconstrained_space_integrates_to_one(make, prior):
+    parameter = make(0.5, prior=prior)
+    density = jax.jit(lambda v: jnp.exp(log_prior_unconstrained(eqx.tree_at(lambda p: p.unconstrained, parameter, v))))
+    total, _ = scipy.integrate.quad(lambda v: float(density(v)), -80, 200, limit=500, points=[-5, 0, 5])
+    assert np.isclose(total, 1.0, atol=1e-6)
+
+
+def test_prior_parameters_are_not_trainable():
+    assert len(jax.tree.leaves(partition(positive(1.0, prior=dist.Gamma(2.0, 1.0)))[0])) == 1
