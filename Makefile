@@ -1,9 +1,10 @@
 # Two commands: `make book` builds the site with its first page run live, `make test` checks everything.
-# The environment, .venv, is made by either and brought up to date when pyproject.toml or constraints.txt change.
+# The environment, .venv, is made by either and brought up to date when what pyproject.toml or constraints.txt say
+# changes (not when they are merely touched: the name of the stamp holds a checksum of both).
 
 PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3; do command -v $$name && break; done)
 BIN := .venv/bin
-ENVIRONMENT := .venv/.up-to-date
+ENVIRONMENT := .venv/.up-to-date-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 PEERS := .venv-peers/.up-to-date
 
 # Data files beside the checkout, where there are some; elsewhere the loaders download what they need.
@@ -27,7 +28,7 @@ site: $(ENVIRONMENT)
 test: $(ENVIRONMENT)
 	$(BIN)/python -m tools.check_export
 	$(BIN)/python -m tools.site
-	@start=$$(date +%s); GP_THESIS_PROFILE=quick $(BIN)/nbdev-test --n_workers 2 --timing && \
+	@start=$$(date +%s); GP_THESIS_PROFILE=quick $(BIN)/nbdev-test --n-workers 2 --timing && \
 	    echo "notebooks, quick profile: $$(( $$(date +%s) - start )) s"
 	$(BIN)/python -m pytest
 
@@ -37,7 +38,7 @@ peers: $(PEERS)
 clean:
 	rm -rf _docs _proc _live .pytest_cache .hypothesis
 
-$(ENVIRONMENT): pyproject.toml constraints.txt
+$(ENVIRONMENT):
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'Python 3.11 or later is needed: make PYTHON=...')"
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[test]"

@@ -32,7 +32,7 @@ class GP(eqx.Module):
 
 # %% ../nbs/12_regression.ipynb #c010
 class Posterior(eqx.Module):
-    """A Gaussian process q(f) that answers questions. Inputs Xs are (S, D); answers end in an axis P if y had P columns.
+    """A Gaussian process q(f) that answers questions. Inputs Xs are (S, D); if y had P columns, so have answers, and covariances P layers.
 
     Every query raises ValueError if Xs is not a finite (S, D) matrix in the dtype of the model. Subclasses give
     `latent_mean`, `latent_variance` and `latent_covariance` for inputs that have been checked."""
@@ -62,8 +62,8 @@ class Posterior(eqx.Module):
         Xs = self._check(Xs)
         return self.latent_mean(Xs), self.latent_variance(Xs)
 
-    def covariance(self, Xs, Xs2=None) -> Float[Array, "S S2 *P"]:
-        "Covariance of f(Xs) with f(Xs2), or with itself, (S, S2) or (S, S2, P)."
+    def covariance(self, Xs, Xs2=None) -> Float[Array, "*P S S2"]:
+        "Covariance of f(Xs) with f(Xs2), or with itself, (S, S2) or (P, S, S2)."
         return self.latent_covariance(self._check(Xs), None if Xs2 is None else self._check(Xs2, "Xs2"))
 
     def sample(self, key, Xs, n: int = 1) -> Float[Array, "n S *P"]:
@@ -84,16 +84,17 @@ class Posterior(eqx.Module):
         return self.model.likelihood.predictive_log_density(mean, var, ys)
 
 
+# %% ../nbs/12_regression.ipynb #c011
 @eqx.filter_jit
 @precise
 def _sample(key, mean, cov, n):
     noise = jax.random.normal(key, (n, *mean.shape), mean.dtype)
+    factor = lambda C: cholesky(C, "the posterior covariance")
     if mean.ndim == 1:
-        return mean + noise @ cholesky(cov, "the posterior covariance").T
-    L = jax.vmap(lambda C: cholesky(C, "the posterior covariance"), in_axes=2)(cov)  # (P, S, S)
-    return mean + jnp.einsum("pst,ntp->nsp", L, noise)
+        return mean + noise @ factor(cov).T
+    return mean + jnp.einsum("pst,ntp->nsp", jax.vmap(factor)(cov), noise)
 
-# %% ../nbs/12_regression.ipynb #c012
+# %% ../nbs/12_regression.ipynb #c013
 class ExactPosterior(Posterior):
     "The posterior of exact regression, @eq-posterior-mean and @eq-posterior-covariance."
     model: GP
@@ -115,24 +116,22 @@ class ExactPosterior(Posterior):
     @precise
     def latent_variance(self, Xs):
         explained = jnp.sum(self.explained(Xs) ** 2, axis=0)
-        return self.for_each_output(jnp.maximum(self.model.kernel.evaluate_diag(Xs) - explained, 0.0))
+        var = jnp.maximum(self.model.kernel.evaluate_diag(Xs) - explained, 0.0)
+        return var if self.alpha.ndim == 1 else jnp.repeat(var[:, None], self.alpha.shape[1], axis=1)
 
     @eqx.filter_jit
     @precise
     def latent_covariance(self, Xs, Xs2=None):
         V = self.explained(Xs)
         V2 = V if Xs2 is None else self.explained(Xs2)
-        return self.for_each_output(self.model.kernel.evaluate(Xs, Xs2) - V.T @ V2)  # @eq-posterior-covariance
+        cov = self.model.kernel.evaluate(Xs, Xs2) - V.T @ V2  # @eq-posterior-covariance
+        return cov if self.alpha.ndim == 1 else jnp.repeat(cov[None], self.alpha.shape[1], axis=0)
 
     def explained(self, Xs) -> Float[Array, "N S"]:
         "V = L⁻¹ k(X, Xs); Vᵀ V is what the data explain of the prior covariance."
         return solve_lower(self.L, self.model.kernel.evaluate(self.X, Xs))
 
-    def for_each_output(self, A):
-        "A itself for y (N,), or repeated along a last axis P: the outputs share their covariance."
-        return A if self.alpha.ndim == 1 else jnp.repeat(A[..., None], self.alpha.shape[1], axis=-1)
-
-# %% ../nbs/12_regression.ipynb #c014
+# %% ../nbs/12_regression.ipynb #c015
 def check_data(
     model: GP,
     X,  # Inputs, (N, D)
@@ -146,7 +145,7 @@ def check_data(
     model.kernel.diag(X), model.mean(X)  # for their own checks: columns, dtypes, domain
     return X, y
 
-
+# %% ../nbs/12_regression.ipynb #c016
 class Exact(eqx.Module):
     "Exact inference, for a Gaussian likelihood: O(N³) time and O(N²) memory."
     model: GP

@@ -105,9 +105,9 @@ def product(
     expected, S = marginal(A, 0.0, mean_b, cov_b, cov_a)
     L = cholesky(S, name)
     mean, cov = _update(mean_b, cov_b, A @ cov_b, L, mean_a - expected)  # @eq-product-gain
-    return mean, cov, log_density(mean_a, expected, S, name)             # @eq-product
+    return mean, cov, log_density(mean_a, expected, S, name)  # @eq-product
 
-# %% ../nbs/03_gaussians.ipynb #c029
+# %% ../nbs/03_gaussians.ipynb #c028
 @precise
 def kl_from_cholesky(
     difference: Array,  # (D,), mean of q less mean of p
@@ -122,7 +122,7 @@ def kl_from_cholesky(
         L_prior = _shaped(L_prior, W.shape, "L_prior")
         w, W = solve_lower(L_prior, w), solve_lower(L_prior, W)
     log_diagonal = jnp.sum(jnp.log(jnp.abs(jnp.diag(W))))
-    return 0.5 * (jnp.sum(W**2) + w @ w - len(w)) - log_diagonal         # @eq-kl-cholesky
+    return 0.5 * (jnp.sum(W**2) + w @ w - len(w)) - log_diagonal  # @eq-kl-cholesky
 
 
 def kl_divergence(
@@ -139,7 +139,7 @@ def kl_divergence(
     L_q, L_p = cholesky(cov_q, "cov_q"), cholesky(cov_p, "cov_p")
     return kl_from_cholesky(mean_q - mean_p, L_q, L_p)
 
-# %% ../nbs/03_gaussians.ipynb #c034
+# %% ../nbs/03_gaussians.ipynb #c033
 @cache
 def _standard_normal_rule(points):
     "Nodes and weights of Gauss-Hermite quadrature for N(0, 1), as NumPy arrays."
@@ -173,9 +173,9 @@ def gauss_hermite(
     Raises ValueError if shapes do not broadcast or `points` is out of range."""
     values, weights = _at_nodes(f, mean, var, points)
     weights = jnp.asarray(weights, jnp.result_type(values, float))
-    return jnp.tensordot(weights, values, axes=1)                        # @eq-gauss-hermite
+    return jnp.tensordot(weights, values, axes=1)  # @eq-gauss-hermite
 
-# %% ../nbs/03_gaussians.ipynb #c040
+# %% ../nbs/03_gaussians.ipynb #c039
 def log_expectation(
     g: Callable,  # Logarithm of the integrand, a function of an array of the shape of `mean`
     mean: Array,  # Means, any shape
@@ -188,9 +188,9 @@ def log_expectation(
     values, weights = _at_nodes(g, mean, var, points)
     log_weights = jnp.asarray(np.log(weights), jnp.result_type(values, float))
     log_weights = jnp.expand_dims(log_weights, range(1, values.ndim))
-    return jax.nn.logsumexp(log_weights + values, axis=0)                # @eq-log-expectation
+    return jax.nn.logsumexp(log_weights + values, axis=0)  # @eq-log-expectation
 
-# %% ../nbs/03_gaussians.ipynb #c045
+# %% ../nbs/03_gaussians.ipynb #c044
 def expectation_gradients(
     f: Callable,  # A function of an array of the shape of `mean`, entry by entry and twice differentiable
     mean: Array,  # Means, any shape
@@ -203,6 +203,6 @@ def expectation_gradients(
     def derivative(g):
         return lambda x: jax.jvp(g, (x,), (jnp.ones_like(x),))[1]
     slope, curvature = derivative(f), derivative(derivative(f))
-    in_mean = gauss_hermite(slope, mean, var, points)                    # @eq-bonnet
-    in_var = 0.5 * gauss_hermite(curvature, mean, var, points)           # @eq-price
+    in_mean = gauss_hermite(slope, mean, var, points)  # @eq-bonnet
+    in_var = 0.5 * gauss_hermite(curvature, mean, var, points)  # @eq-price
     return in_mean, in_var

@@ -9,7 +9,7 @@ __all__ = ['EXACT_COLUMNS', 'check_inputs', 'check_dtypes', 'as_columns', 'activ
            'Matern52', 'Exponential', 'Cosine', 'Periodic', 'Mean', 'Zero', 'ConstantMean', 'LinearMean',
            'sample_prior']
 
-# %% ../nbs/10_processes.ipynb #c004
+# %% ../nbs/10_processes.ipynb #c005
 import math
 import operator
 from functools import partial, reduce
@@ -23,7 +23,7 @@ from jaxtyping import Array, Float
 from .linalg import cholesky, precise
 from .parameters import Parameter, as_float, free, positive, unwrap
 
-# %% ../nbs/10_processes.ipynb #c015
+# %% ../nbs/10_processes.ipynb #c016
 def check_inputs(
     X,  # Inputs, one row each
     name: str = "X",  # What the caller calls them
@@ -41,10 +41,10 @@ def check_inputs(
     if not isinstance(X, jax.core.Tracer):
         bad = ~np.isfinite(np.asarray(X)).all(axis=1)
         if bad.any():
-            raise ValueError(f"{name} must be finite, got NaN or infinity in {bad.sum()} rows, the first being row {bad.argmax()}")
+            raise ValueError(f"{name} must be finite, got NaN or infinity in {bad.sum()} rows, first in row {bad.argmax()}")
     return X
 
-# %% ../nbs/10_processes.ipynb #c017
+# %% ../nbs/10_processes.ipynb #c018
 def check_dtypes(
     **arrays,  # Arrays by the names that the user knows them by; None is passed over
 ):
@@ -61,7 +61,7 @@ def _parameters_of(tree) -> dict[str, Array]:
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {jax.tree_util.keystr(path).lstrip("."): leaf for path, leaf in leaves if eqx.is_inexact_array(leaf)}
 
-# %% ../nbs/10_processes.ipynb #c020
+# %% ../nbs/10_processes.ipynb #c021
 def as_columns(
     dims,  # None (all columns), a list or tuple of column numbers, or a slice with an end
 ) -> tuple[int, ...] | None:
@@ -88,10 +88,10 @@ def active_columns(X, kernel: "Kernel"):
     if dims is None:
         return X
     if max(dims) >= X.shape[1]:
-        raise ValueError(f"active_dims of {type(kernel).__name__} are {dims}, but the inputs have columns 0 to {X.shape[1] - 1}")
+        raise ValueError(f"active_dims of {type(kernel).__name__} are {dims}, but the inputs have {X.shape[1]} columns")
     return X[:, list(dims)]
 
-# %% ../nbs/10_processes.ipynb #c022
+# %% ../nbs/10_processes.ipynb #c023
 class Kernel(eqx.Module):
     "A covariance function. Subclasses write `covariance` and `variances` for plain arrays with the active columns."
     active_dims: tuple[int, ...] | None = eqx.field(default=None, converter=as_columns, static=True, kw_only=True)
@@ -129,7 +129,7 @@ class Kernel(eqx.Module):
     __radd__ = lambda self, other: as_kernel(other) + self
     __rmul__ = lambda self, other: as_kernel(other) * self
 
-# %% ../nbs/10_processes.ipynb #c024
+# %% ../nbs/10_processes.ipynb #c025
 class Composite(Kernel):
     "Several kernels made into one, entry by entry. Each part picks its own active columns."
     kernels: tuple[Kernel, ...] = eqx.field(converter=tuple)
@@ -165,10 +165,15 @@ def _terms(value, kind) -> tuple[Kernel, ...]:
     kernel = as_kernel(value)
     return kernel.kernels if isinstance(kernel, kind) and kernel.active_dims is None else (kernel,)
 
-# %% ../nbs/10_processes.ipynb #c026
-def _positive(name: str, default: float = 1.0):
-    "A field of a kernel that holds a positive parameter of this name."
-    return eqx.field(default=default, converter=partial(positive, name=name))
+# %% ../nbs/10_processes.ipynb #c027
+def _positive(name: str, vector: bool = False):
+    "A field of a kernel for a positive parameter: one number, or where `vector` says so perhaps one for each column."
+    def convert(value):
+        parameter = positive(value, name=name)
+        if jnp.ndim(unwrap(parameter)) > vector:
+            raise ValueError(f"{name} must be one number{' or a vector' * vector}, got shape {jnp.shape(unwrap(parameter))}")
+        return parameter
+    return eqx.field(default=1.0, converter=convert)
 
 
 class Constant(Kernel):
@@ -187,22 +192,25 @@ class White(Kernel):
     variance: Parameter = _positive("variance")
 
     def covariance(self, X, X2=None):
-        return self.variance * jnp.eye(len(X), dtype=X.dtype) if X2 is None else jnp.zeros((len(X), len(X2)), X.dtype)
+        if X2 is not None:
+            return jnp.zeros((len(X), len(X2)), X.dtype)
+        return self.variance * jnp.eye(len(X), dtype=X.dtype)
 
     def variances(self, X):
         return jnp.broadcast_to(self.variance, len(X)).astype(X.dtype)
 
-# %% ../nbs/10_processes.ipynb #c028
+# %% ../nbs/10_processes.ipynb #c029
 def check_ard(value, X, name: str):
     "`value` of an unwrapped parameter; ValueError unless it is one number, or one for each active column of X."
     if jnp.shape(value) not in ((), (X.shape[1],)):
-        raise ValueError(f"{name} must be one number or have one element for each of the {X.shape[1]} active columns, got shape {jnp.shape(value)}")
+        raise ValueError(f"{name} must be one number, or one for each of the {X.shape[1]} active columns, "
+                         f"got shape {jnp.shape(value)}")
     return value
 
 
 class Linear(Kernel):
     "k(x, x') = Σ_d σ_d² x_d x'_d, @eq-linear: linear functions through the origin."
-    variance: Parameter = _positive("variance")
+    variance: Parameter = _positive("variance", vector=True)
 
     def covariance(self, X, X2=None):
         return (check_ard(self.variance, X, "variance") * X) @ (X if X2 is None else X2).T
@@ -226,7 +234,7 @@ class Polynomial(Linear):
     def variances(self, X):
         return (super().variances(X) + self.offset) ** self.degree
 
-# %% ../nbs/10_processes.ipynb #c030
+# %% ../nbs/10_processes.ipynb #c031
 class Wiener(Kernel):
     "k(x, x') = σ² min(x, x') for x, x' ≥ 0 in one dimension, @eq-wiener; σ² is the source's λ² / l."
     variance: Parameter = _positive("variance")
@@ -246,7 +254,7 @@ class Wiener(Kernel):
             raise ValueError(f"Wiener needs inputs that are at least 0, got {np.asarray(X).min()}")
         return X
 
-# %% ../nbs/10_processes.ipynb #c036
+# %% ../nbs/10_processes.ipynb #c037
 EXACT_COLUMNS = 8  # squared_distance adds up exact differences for as many columns, and uses a matrix product beyond
 
 
@@ -285,10 +293,10 @@ def _centred(X, Y):
     centre = jax.lax.stop_gradient(jnp.mean(X, 0))
     return X - centre, Y - centre
 
-# %% ../nbs/10_processes.ipynb #c041
+# %% ../nbs/10_processes.ipynb #c042
 class Stationary(Kernel):
     "k(x, x') = σ² ρ(r²), with r the distance of @eq-distance. Subclasses write the `correlation` ρ."
-    lengthscale: Parameter = _positive("lengthscale")
+    lengthscale: Parameter = _positive("lengthscale", vector=True)
     variance: Parameter = _positive("variance")
 
     def scale(self, X):
@@ -308,7 +316,7 @@ class RBF(Stationary):
     def correlation(self, r2):
         return jnp.exp(-0.5 * r2)
 
-# %% ../nbs/10_processes.ipynb #c043
+# %% ../nbs/10_processes.ipynb #c044
 def _rounding(s):
     "Distances up to this, in units of the lengthscale, are rounding error."
     return 64 * jnp.finfo(s.dtype).eps
@@ -323,7 +331,7 @@ def root(s2):
 
 root.defjvps(lambda ds2, s, s2: jnp.where(s > 0, 0.5 / jnp.maximum(s, _rounding(s)), 0) * ds2)
 
-# %% ../nbs/10_processes.ipynb #c044
+# %% ../nbs/10_processes.ipynb #c045
 def matern12(s2):
     "ρ = exp(-s) as a function of s², @eq-matern-half."
     return jnp.exp(-root(s2))
@@ -346,7 +354,7 @@ def matern52(s2):
 matern32.defjvps(lambda ds2, _, s2: -1 / 2 * matern12(s2) * ds2)  # @eq-matern-ladder
 matern52.defjvps(lambda ds2, _, s2: -1 / 6 * matern32(s2) * ds2)
 
-# %% ../nbs/10_processes.ipynb #c045
+# %% ../nbs/10_processes.ipynb #c046
 class Matern12(Stationary):
     "k(x, x') = σ² exp(-r), @eq-matern-half: continuous functions without a derivative."
 
@@ -367,7 +375,7 @@ class Matern52(Stationary):
     def correlation(self, r2):
         return matern52(5 * r2)
 
-# %% ../nbs/10_processes.ipynb #c050
+# %% ../nbs/10_processes.ipynb #c051
 class Exponential(Stationary):
     "k(x, x') = σ² exp(-Σ_d |x_d - x'_d| / ℓ_d), @eq-exponential: `Matern12` in each coordinate, multiplied."
 
@@ -387,8 +395,8 @@ class Cosine(Stationary):
 
 
 class Periodic(RBF):
-    "k(x, x') = σ² exp(-2 Σ_d sin²(π (x_d - x'_d) / p_d) / ℓ_d²), @eq-periodic: an RBF on a circle of circumference `period`."
-    period: Parameter = _positive("period")
+    "k(x, x') = σ² exp(-2 Σ_d sin²(π (x_d - x'_d) / p_d) / ℓ_d²), @eq-periodic: an RBF on circles; p is `period`."
+    period: Parameter = _positive("period", vector=True)
 
     def scale(self, X):
         "Points on the circles, in units of the lengthscale, (N, 2D)."
@@ -396,7 +404,7 @@ class Periodic(RBF):
         ell = check_ard(self.lengthscale, X, "lengthscale")
         return jnp.hstack([jnp.cos(angle) / ell, jnp.sin(angle) / ell])
 
-# %% ../nbs/10_processes.ipynb #c052
+# %% ../nbs/10_processes.ipynb #c053
 class Mean(eqx.Module):
     "A mean function. Subclasses write `evaluate` for plain arrays."
 
@@ -430,10 +438,11 @@ class LinearMean(Mean):
 
     def evaluate(self, X):
         if jnp.shape(self.weights) != (X.shape[1],):
-            raise ValueError(f"weights must have one element for each of the {X.shape[1]} columns of X, got shape {jnp.shape(self.weights)}")
+            raise ValueError(f"weights must be one number for each of the {X.shape[1]} columns of X, "
+                             f"got shape {jnp.shape(self.weights)}")
         return X @ self.weights + self.bias
 
-# %% ../nbs/10_processes.ipynb #c054
+# %% ../nbs/10_processes.ipynb #c055
 def sample_prior(
     key,  # A JAX random key
     kernel: Kernel,

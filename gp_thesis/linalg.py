@@ -53,6 +53,7 @@ def add_diagonal(
 JITTER = {"float64": (1e-12, 1e-10, 1e-8, 1e-6, 1e-4), "float32": (1e-6, 1e-5, 1e-4, 1e-3)}
 
 
+@eqx.filter_jit
 def _factorise(K: Array, name: str) -> Array:
     "The Cholesky factor of K plus the least jitter of the ladder that makes it finite."
     steps = jnp.asarray(JITTER[K.dtype.name], K.dtype) * jnp.mean(jnp.diag(K))
@@ -104,6 +105,7 @@ def _inverses(L: Array, D: list[Array], block: int) -> tuple[Array, Array]:
     return L_inv, jnp.block([[K1_inv + W.T @ P, -P.T], [-P, S]])               # @eq-block-inverse-spd
 
 
+@eqx.filter_jit
 @precise
 def inverses(
     L: Array,  # (N, N), lower triangular
