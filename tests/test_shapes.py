@@ -1,0 +1,40 @@
+"Shapes and types in the package's signatures, checked by jaxtyping and beartype while it is used."
+import os
+import subprocess
+import sys
+import textwrap
+
+from conftest import TOP
+
+USE = """
+import jax, jax.numpy as jnp, numpy as np, pytest
+from jaxtyping import TypeCheckError, install_import_hook
+jax.config.update("jax_enable_x64", True)
+with install_import_hook("gp_thesis", "beartype.beartype"):
+    import gp_thesis as gpt
+    from gp_thesis import gaussians, linalg
+
+rng = np.random.default_rng(0)
+X, Xs = jnp.asarray(rng.uniform(0, 1, (12, 2))), jnp.asarray(rng.uniform(0, 1, (5, 2)))
+kernels = [gpt.RBF(), gpt.Matern12([0.5, 1.0]), gpt.Matern32(), gpt.Matern52(), gpt.Exponential(), gpt.Cosine(), gpt.Periodic(),
+           gpt.Linear(), gpt.Polynomial(), gpt.White(), gpt.Constant(), gpt.Wiener(active_dims=[0])]
+for kernel in (*kernels, sum(kernels[1:], kernels[0]), kernels[0] * kernels[1] + 2.0):
+    assert kernel(X).shape == (12, 12) and kernel(X, Xs).shape == (12, 5) and kernel.diag(X).shape == (12,)
+for mean in (gpt.Zero(), gpt.ConstantMean(1.0), gpt.LinearMean([1.0, 2.0])):
+    for y in (X[:, 0], X):
+        approx = gpt.Exact(gpt.GP(gpt.RBF(), gpt.Gaussian(0.1), mean))
+        assert approx.objective(X, y).shape == ()
+        post, P = approx.posterior(X, y), y.shape[1:]
+        assert post.mean(Xs).shape == (5, *P) and post.covariance(Xs, X).shape == (*P, 5, 12)
+        assert post.sample(jax.random.key(0), Xs, 3).shape == (3, 5, *P)
+        assert all(a.shape == (5, *P) for a in (*post.marginals(Xs), *post.predict_y(Xs), post.log_predictive_density(Xs, y[:5])))
+assert gpt.sample_prior(jax.random.key(0), gpt.RBF(), X, 4).shape == (4, 12)
+gpt.fit(approx, (X, X), steps=2, progress=False)
+with pytest.raises(TypeCheckError):
+    linalg.log_determinant("not an array")   # the checks are on
+"""
+
+
+def test_every_public_piece_keeps_to_its_signature():
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", textwrap.dedent(USE)], cwd=TOP, env=os.environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
