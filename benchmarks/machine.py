@@ -44,7 +44,7 @@ def others_share():
 
 
 def wait_for_quiet(patience: float, limit: float = 0.05) -> float:
-    "Wait until others use less than `limit` of the cores for a second, at most `patience` seconds; returns the seconds waited."
+    "Wait, at most `patience` seconds, until others use less than `limit` of the cores; returns the seconds waited."
     start = time.perf_counter()
     while (waited := time.perf_counter() - start) < patience:
         share = others_share()

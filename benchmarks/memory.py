@@ -1,4 +1,4 @@
-"""Peak memory of the exact objective and its gradient, in a process of its own: `memory.py N`. Prints one line of JSON."""
+"""Peak memory of the exact objective and its gradient, in a process of its own: `memory.py N` prints a line of JSON."""
 
 import json
 import sys

@@ -65,7 +65,7 @@ def row(rounds: list[dict]) -> dict:
         "max": max(times),
         "processor": median(seconds for measured in rounds for seconds in measured["processor"]),
         "calls": len(times),
-        "others": last["others"] and max(measured["others"] for measured in rounds),
+        "others": None if last["others"] is None else max(measured["others"] for measured in rounds),
         **{key: last[key] for key in ("objective", "gradient", "versions")},
     }
 
@@ -106,7 +106,7 @@ def main() -> int:
     parser.add_argument("--libraries", nargs="+", choices=LIBRARIES, default=LIBRARIES)
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
     parser.add_argument("--rounds", type=int, default=3, help="turns that each library has")
-    parser.add_argument("--patience", type=float, default=120.0, help="seconds, in all, to wait for the others on the machine")
+    parser.add_argument("--patience", type=float, default=120.0, help="seconds, in all, to wait for a quiet machine")
     parser.add_argument("--no-write", dest="write", action="store_false", help="leave results/ alone")
     options = parser.parse_args()
     names = options.names or [*BENCHMARKS, "memory"]

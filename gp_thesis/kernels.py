@@ -282,10 +282,11 @@ def _squared_distance_jvp(primals, tangents):
     (X, dX), (Y, dY) = zip(primals[:2], tangents[:2]) if primals[1] is not None else [(primals[0], tangents[0])] * 2
     X, Y = _centred(X, Y)
     ones = lambda A: jnp.ones_like(A[:, :1])
+    dX, dY = 2 * dX, 2 * dY  # the factor goes on the narrow matrices
     a, b = jnp.sum(X * dX, 1, keepdims=True), jnp.sum(Y * dY, 1, keepdims=True)
     left = jnp.hstack([a, -dX]) @ jnp.hstack([ones(Y), Y]).T
     right = jnp.hstack([ones(X), -X]) @ jnp.hstack([b, dY]).T
-    return squared_distance(*primals), 2 * (left + right)
+    return squared_distance(*primals), left + right
 
 
 def _centred(X, Y):
@@ -303,8 +304,12 @@ class Stationary(Kernel):
         "Inputs in units of the lengthscale."
         return X / check_ard(self.lengthscale, X, "lengthscale")
 
+    def distance(self, X, X2=None):
+        "r² in units of the lengthscale."
+        return squared_distance(self.scale(X), None if X2 is None else self.scale(X2))
+
     def covariance(self, X, X2=None):
-        return self.variance * self.correlation(squared_distance(self.scale(X), None if X2 is None else self.scale(X2)))
+        return self.variance * self.correlation(self.distance(X, X2))
 
     def variances(self, X):
         return jnp.broadcast_to(self.variance, len(X))
@@ -313,8 +318,9 @@ class Stationary(Kernel):
 class RBF(Stationary):
     "k(x, x') = σ² exp(-r² / 2), @eq-rbf: infinitely differentiable functions."
 
-    def correlation(self, r2):
-        return jnp.exp(-0.5 * r2)
+    def covariance(self, X, X2=None):
+        # With σ² in the exponent, one product of the gradient with K serves all parameters.
+        return jnp.exp(-0.5 * (self.distance(X, X2) - 2 * jnp.log(self.variance)))
 
 # %% ../nbs/10_processes.ipynb #c044
 def _rounding(s):

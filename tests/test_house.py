@@ -154,3 +154,24 @@ def test_settings_name_entries_of_the_catalogue(top, profile):
     assert "seed" in settings.defaults() and settings.has_section(profile)
     for key in settings[profile]:
         assert "." not in key or any(key.startswith(f"{entry}.") for entry in entries), key
+
+
+def test_the_index_leads_to_every_chapter(top):
+    text = (top / "README.md").read_text()
+    missing = [path.name for path in (top / "nbs").glob("[0-9]*.ipynb") if f"](nbs/{path.name})" not in text]
+    assert not missing
+
+
+def test_the_reproduction_shows_the_records_as_they_are(top):
+    cells = json.loads((top / "nbs" / "90_reproduction.ipynb").read_text())["cells"]
+    shown = "".join("".join((output.get("data") or {}).get("text/markdown", "")) for cell in cells for output in cell.get("outputs", []))
+    rows = {re.search(r">([\w.-]+)</span>", line)[1]: line for line in shown.splitlines() if "</span>" in line}
+    entries = {entry["id"] for entry in tomllib.loads((top / "nbs" / "catalogue.toml").read_text())["entry"]}
+    records = {path.stem: json.loads(path.read_text()) for path in (top / "nbs" / "results").glob("*.json")}
+    assert rows.keys() == entries and records.keys() <= entries
+    for entry, row in rows.items():
+        if entry in records:
+            verdict = re.sub(r"([\\`*_\[\]^~|@$<>])", r"\\\1", records[entry]["verdict"])
+            assert records[entry]["profile"] in row and verdict in row, entry
+        else:
+            assert "not done yet" in row, entry

@@ -63,7 +63,8 @@ def test_cholesky_under_vmap_mixes_good_and_singular():
 @pytest.mark.parametrize("n, block", [(1, None), (5, 2), (127, None), (128, None), (129, None), (300, 64), (513, 128)])
 def test_inverses(n, block):
     K = spd(n)
-    L_inv, K_inv = inverses(cholesky(K), block)
+    L_inv, K_inv, diagonal = inverses(cholesky(K), block)
+    assert np.allclose(diagonal, np.diag(np.linalg.inv(K)), atol=1e-10)
     assert np.allclose(L_inv, np.linalg.inv(np.linalg.cholesky(K)), atol=1e-10)
     assert np.allclose(K_inv, np.linalg.inv(K), atol=1e-10)
 

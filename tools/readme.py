@@ -1,6 +1,7 @@
 """README.md from nbs/index.ipynb: `python -m tools.readme`, or `--check` to see that the two are in step.
 
-The text and the code of the first page, without outputs; links to chapters become addresses of the notebooks in the repository.
+The text and the code of the first page, without outputs. Links to chapters go to the notebooks, and works
+cited are plain text: their list is made for the site.
 """
 
 import json
@@ -8,16 +9,13 @@ import re
 import sys
 from pathlib import Path
 
-from nbdev.config import get_config
-
-from .crossref import HIDDEN, OPTION, read_book
+from .crossref import HIDDEN, OPTION, REFERENCES, read_book
 
 TOP = Path(__file__).resolve().parent.parent
 INDEX = "index.ipynb"
 
 
 def readme() -> str:
-    config = get_config(TOP)
     book = read_book(TOP / "nbs", TOP / "references.bib")
     cells = json.loads((TOP / "nbs" / INDEX).read_text())["cells"]
     parts = []
@@ -27,8 +25,9 @@ def readme() -> str:
             parts.append(book.resolve(text, INDEX))
         elif cell["cell_type"] == "code" and not HIDDEN.search(text):
             parts.append(f"```python\n{OPTION.sub('', text).strip()}\n```")
-    notebooks = f"{config.git_url}/blob/{config.branch}/nbs/"
-    return re.sub(r"\]\(([\w.-]+\.ipynb)", rf"]({notebooks}\1", "\n\n".join(part.strip() for part in parts)) + "\n"
+    text = "\n\n".join(part.strip() for part in parts) + "\n"
+    text = re.sub(rf"\[([^\]]+)\]\({REFERENCES}#[\w-]+\)", r"\1", text).replace(f"]({REFERENCES})", "](references.bib)")
+    return re.sub(r"\]\(([\w.-]+\.ipynb)", r"](nbs/\1", text)
 
 
 def main():
