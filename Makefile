@@ -46,5 +46,5 @@ $(ENVIRONMENT):
 
 $(PEERS): benchmarks/requirements-peers.txt
 	test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
-	.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
+	.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check --requirement $< --editable .
 	touch $@

@@ -144,7 +144,7 @@ def inverses(
     L_inv, K_inv, diagonal = _inverses(L, list(D), size)
     return L_inv[:N, :N], K_inv[:N, :N], diagonal[:N]
 
-# %% ../nbs/02_linalg.ipynb #c023
+# %% ../nbs/02_linalg.ipynb #c022
 def log_density(
     y: Array,  # (N,) or (N, P): P independent columns with the same covariance
     mean: Array,  # A scalar or (N,), shared by the columns, or the shape of y
@@ -186,7 +186,7 @@ def _centred_log_density_jvp(name, primals, tangents):
     g = 0.5 * (jnp.sum(A**2, axis=1) - R.shape[1] * diagonal)
     return _log_density_from_factor(L, B), jnp.sum(G * dK) + jnp.sum(g * dd) - jnp.sum(A * dR)
 
-# %% ../nbs/02_linalg.ipynb #c031
+# %% ../nbs/02_linalg.ipynb #c028
 def _capacitance_factor(d: Array, U: Array) -> Array:
     "The Cholesky factor of I + Uᵀ D⁻¹ U (M, M)."
     V = U / jnp.sqrt(d)[:, None]
@@ -214,7 +214,7 @@ def low_rank_log_determinant(
     "log det(D + U Uᵀ) in O(N M²), @eq-determinant-lemma."
     return log_determinant(_capacitance_factor(d, U)) + jnp.sum(jnp.log(d))
 
-# %% ../nbs/02_linalg.ipynb #c035
+# %% ../nbs/02_linalg.ipynb #c031
 @precise
 def cholesky_reverse_unblocked(
     L: Array,  # (N, N), the lower Cholesky factor
@@ -236,7 +236,7 @@ def cholesky_reverse_unblocked(
 
     return lax.fori_loop(0, L.shape[0], column, jnp.tril(L_bar))
 
-# %% ../nbs/02_linalg.ipynb #c037
+# %% ../nbs/02_linalg.ipynb #c033
 @precise
 def cholesky_reverse_blocked(
     L: Array,  # (N, N), the lower Cholesky factor

@@ -1,6 +1,5 @@
 "The repository's own rules: what importing costs, what is committed, what is in step."
 
-import ast
 import configparser
 import json
 import re
@@ -36,7 +35,7 @@ assert not changed, changed
 """
 
 
-def python(code, top, **environment):
+def python(code, top):
     return subprocess.run([sys.executable, "-c", code], cwd=top, capture_output=True, text=True)
 
 
@@ -114,26 +113,6 @@ def test_readme_is_the_index(top):
     text = (top / "README.md").read_text()
     assert text == readme()
     assert "make book" in text and "make test" in text
-
-
-def exporting_notebooks(top):
-    "Module name to the number of the notebook that exports it."
-    numbers = {}
-    for path in (top / "nbs").glob("[0-9]*.ipynb"):
-        sources = ("".join(cell["source"]) for cell in json.loads(path.read_text())["cells"])
-        for found in filter(None, (re.search(r"^#\|\s*default_exp\s+(\w+)", source, re.M) for source in sources)):
-            numbers[found[1]] = int(chapter_number(path.name))
-    return numbers
-
-
-def test_modules_import_from_lower_numbers_only(top):
-    numbers = exporting_notebooks(top)
-    assert numbers
-    for module, number in numbers.items():
-        tree = ast.parse((top / "gp_thesis" / f"{module}.py").read_text())
-        imported = [node.module.split(".")[-1] for node in ast.walk(tree)
-                    if isinstance(node, ast.ImportFrom) and node.module and (node.level or node.module.startswith("gp_thesis."))]
-        assert all(numbers[name] < number for name in imported), (module, imported)
 
 
 def test_notebooks_hold_no_error_and_no_path_of_a_machine(top):

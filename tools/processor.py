@@ -17,7 +17,7 @@ from nbdev.doclinks import NbdevLookup
 from nbdev.process import Processor
 from nbdev.showdoc import show_doc
 
-from .crossref import KINDS, OPTION, REFERENCES, anchor, chapter_number, options, read_book
+from .crossref import OPTION, REFERENCES, anchor, chapter_number, options, read_book
 
 SHOW_DOC = re.compile(r"^show_doc\((?P<name>[\w.]+)", re.M)
 ABOVE = re.compile(r"\A[\s\S]*?^#{2,}[ \t]+.*\n", re.M)           # a rule, a link to the source, the heading
