@@ -110,7 +110,8 @@ def _cholesky_jvp(name, primals, tangents):
 def blocks(A: Array, B: Array, C: Array, D: Array) -> Array:
     "The matrix [[A, B], [C, D]], written block by block into one array; a concatenation would copy twice."
     n, m = A.shape
-    return jnp.zeros((n + D.shape[0], m + D.shape[1]), A.dtype).at[:n, :m].set(A).at[:n, m:].set(B).at[n:, :m].set(C).at[n:, m:].set(D)
+    whole = jnp.zeros((n + D.shape[0], m + D.shape[1]), A.dtype)
+    return whole.at[:n, :m].set(A).at[:n, m:].set(B).at[n:, :m].set(C).at[n:, m:].set(D)
 
 
 def _inverses(L: Array, D: list[Array], size: int) -> tuple[Array, Array, Array]:
