@@ -75,6 +75,16 @@ def test_gradient_against_finite_differences_of_every_parameter():
     assert np.allclose(jax.grad(objective)(v), finite, rtol=1e-6, atol=1e-6)
 
 
+def test_second_derivatives_forward_mode_and_batches_of_hyperparameters():
+    X, y, _ = toy(N=12)
+    objective = lambda t: gpt.Exact(gpt.GP(gpt.RBF(jnp.exp(t[0]), jnp.exp(t[1])), gpt.Gaussian(jnp.exp(t[2])))).objective(X, y)
+    t, gradient = jnp.array([0.1, 0.2, -1.0]), jax.jit(jax.grad(objective))
+    finite = np.array([(gradient(t + e) - gradient(t - e)) / 2e-5 for e in 1e-5 * np.eye(3)])
+    assert np.allclose(jax.jit(jax.hessian(objective))(t), finite, atol=1e-7)
+    assert np.isclose(jax.jit(lambda t: jax.jvp(objective, (t,), (jnp.ones(3),))[1])(t), gradient(t).sum())
+    assert np.allclose(jax.jit(jax.vmap(objective))(jnp.stack([t, t + 0.1])), [objective(t), objective(t + 0.1)])
+
+
 def test_posterior_is_brute_force_conditioning():
     X, y, Xs = toy()
     model = gpt.unwrap(gpt.GP(gpt.Matern52(0.8, 2.0), gpt.Gaussian(0.3), gpt.ConstantMean(0.5)))
