@@ -32,10 +32,11 @@ class GP(eqx.Module):
 
 # %% ../nbs/12_regression.ipynb #c010
 class Posterior(eqx.Module):
-    """A Gaussian process q(f) that answers questions. Inputs Xs are (S, D); if y had P columns, so have answers, and covariances P layers.
+    """A Gaussian process q(f) that answers questions at inputs Xs (S, D).
 
-    Every query raises ValueError if Xs is not a finite (S, D) matrix in the dtype of the model. Subclasses give
-    `latent_mean`, `latent_variance` and `latent_covariance` for inputs that have been checked."""
+    If y had P columns, so have means and variances, and covariances have P layers. Every query raises ValueError
+    if Xs is not a finite (S, D) matrix in the dtype of the model. Subclasses give `latent_mean`, `latent_variance`
+    and `latent_covariance` for inputs that have been checked."""
     model: eqx.AbstractVar[GP]       # with plain arrays in the place of parameters
     num_dims: eqx.AbstractVar[int]   # D
 
