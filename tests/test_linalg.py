@@ -91,6 +91,17 @@ def test_log_density_derivatives(n, P):
                 modes=("fwd", "rev"), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("d", [0.7, np.linspace(0.2, 2.0, 6)])
+def test_a_diagonal_given_apart_is_one_added_before(d):
+    K, Y, d = spd(6), jnp.asarray(rng.normal(size=(6, 2))), jnp.asarray(d)
+    whole = K + jnp.diag(jnp.broadcast_to(d, 6))
+    assert jnp.allclose(cholesky(K, diagonal=d), jnp.linalg.cholesky(whole), atol=1e-13)
+    assert np.isclose(log_density(Y, 0.0, K, diagonal=d), log_density(Y, 0.0, whole), rtol=1e-13)
+    for function in (lambda K, d: log_density(Y, 0.0, symmetric(K), diagonal=d),
+                     lambda K, d: jnp.sum(jnp.sin(cholesky(symmetric(K), diagonal=d)))):
+        check_grads(function, (K, d), order=2, modes=("fwd", "rev"), rtol=1e-4, atol=1e-4)
+
+
 def test_gradient_in_float32():
     K, y = spd(200), rng.normal(size=200)
     exact = jax.grad(lambda K: log_density(jnp.asarray(y), 0.0, K))(K)
