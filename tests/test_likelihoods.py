@@ -1,4 +1,4 @@
-"The likelihood base and the Gaussian, against adaptive quadrature, SciPy's densities, finite differences and draws."
+"The likelihood base, the Gaussian and the Bernoulli, against adaptive quadrature, SciPy's densities, finite differences and draws."
 
 import jax
 import jax.numpy as jnp
@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from numpyro.distributions import constraints
 from scipy.integrate import quad
+from scipy.special import expit, log_expit, log_ndtr, ndtr
 from scipy.stats import norm, t
 
-from gp_thesis.likelihoods import Gaussian, Likelihood
+from gp_thesis.likelihoods import Bernoulli, Gaussian, Likelihood
 from gp_thesis.parameters import Parameter, cast, partition, positive, unwrap
 
 
@@ -184,3 +185,83 @@ def test_what_a_subclass_left_out_is_named():
         unwrap(Student()).predict_mean_and_var(jnp.zeros(2), jnp.ones(2))
     with pytest.raises(NotImplementedError, match="Rate must define log_density"):
         Rate().variational_expectations(jnp.zeros(2), jnp.ones(2), jnp.zeros(2))
+
+
+LINKS = {"probit": (ndtr, log_ndtr), "logit": (expit, log_expit)}
+
+
+@pytest.mark.parametrize("link", LINKS)
+@pytest.mark.parametrize("mean,var", [(0.0, 1.0), (-2.0, 0.1), (1.5, 3.0)])
+@pytest.mark.parametrize("y", [0.0, 1.0])
+def test_bernoulli_integrals_against_adaptive_quadrature(link, mean, var, y):
+    (probability, log_probability), sign, likelihood = LINKS[link], 2 * y - 1, Bernoulli(link)
+    assert np.isclose(likelihood.log_density(0.7, y), log_probability(sign * 0.7))
+    expected = integrate(lambda f: log_probability(sign * f), mean, var)
+    assert np.isclose(likelihood.variational_expectations(mean, var, y), expected, atol=2e-6)
+    p = integrate(lambda f: probability(sign * f), mean, var)
+    assert np.isclose(likelihood.predictive_log_density(mean, var, y), np.log(p), atol=1e-9 if link == "probit" else 1e-5)
+    one, variance = likelihood.predict_mean_and_var(mean, var)
+    assert np.isclose(one, integrate(probability, mean, var), atol=1e-5) and np.isclose(variance, one * (1 - one))
+    for ours, theirs in zip((one, variance), Likelihood.predict_mean_and_var(likelihood, mean, var)):
+        assert np.isclose(ours, theirs, atol=1e-5)
+
+
+@pytest.mark.parametrize("link", LINKS)
+@pytest.mark.parametrize("dtype,rtol", [(jnp.float64, 1e-9), (jnp.float32, 1e-4)])
+def test_bernoulli_tails_are_exact_to_rounding(link, dtype, rtol):
+    f = np.array([-100.0, -30.0, -15.0, -5.0, -1.0, 0.0, 1.0, 3.0])
+    log_probability = LINKS[link][1]
+    for y, sign in ((1.0, 1), (0.0, -1)):
+        ours = Bernoulli(link).log_density(jnp.asarray(sign * f, dtype), jnp.asarray(y, dtype))
+        assert ours.dtype == dtype and np.allclose(ours, log_probability(f), rtol=rtol)
+        slope = jax.vmap(jax.grad(Bernoulli(link).log_density), (0, None))(jnp.asarray(sign * f, dtype), jnp.asarray(y, dtype))
+        true_slope = np.exp(norm.logpdf(f) - log_ndtr(f)) if link == "probit" else expit(-f)
+        assert np.allclose(sign * slope, true_slope, rtol=10 * rtol)
+    far = jnp.array([-1e4, -200.0, 200.0, 1e4], jnp.float32)
+    value, slope = jax.vmap(jax.value_and_grad(lambda f: Bernoulli(link).log_density(f, jnp.float32(1))))(far)
+    assert np.isfinite(value).all() and np.isfinite(slope).all()
+    var = jnp.full(4, 0.5, jnp.float32)
+    assert np.isfinite(Bernoulli(link).predictive_log_density(far, var, jnp.ones(4, jnp.float32))).all()
+    assert np.isfinite(Bernoulli(link).variational_expectations(far, var, jnp.ones(4, jnp.float32))).all()
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_bernoulli_probabilities_add_up_and_moments_keep_small_ones(link):
+    likelihood, f = Bernoulli(link), jnp.linspace(-8, 8, 33)
+    assert np.allclose(jnp.exp(likelihood.log_density(f, 1.0)) + jnp.exp(likelihood.log_density(f, 0.0)), 1.0)
+    assert np.allclose(likelihood.conditional_mean(f), LINKS[link][0](f))
+    assert np.allclose(likelihood.conditional_variance(f), LINKS[link][0](f) * LINKS[link][0](-f), rtol=1e-9)   # 1 - p would lose the digits
+    p, variance = likelihood.predict_mean_and_var(jnp.array([9.0]), jnp.array([0.1]))
+    assert 0 < variance[0] < 1e-3 and variance[0] < 1.01 * (likelihood.predict_mean_and_var(jnp.array([-9.0]), jnp.array([0.1]))[0][0])
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_bernoulli_gradients_against_finite_differences_and_outputs(link):
+    mean, var, y = jnp.array([[0.0, 1.0], [-2.0, 0.3]]), jnp.array([[0.3, 1.0], [0.1, 0.5]]), jnp.array([[0.0, 1.0], [1.0, 0.0]])
+    for method in ("variational_expectations", "predictive_log_density"):
+        values = getattr(Bernoulli(link), method)(mean, var, y)
+        assert values.shape == (2, 2) and np.isclose(values[1, 0], getattr(Bernoulli(link), method)(-2.0, 0.1, 1.0))
+        total = lambda mean, var: getattr(Bernoulli(link), method)(mean, var, y).sum()
+        for argument, gradient in enumerate(jax.grad(total, argnums=(0, 1))(mean, var)):
+            step = 1e-5 * np.eye(4).reshape(4, 2, 2)
+            moved = lambda s: (mean + s, var) if argument == 0 else (mean, var + s)
+            finite = [(total(*moved(s)) - total(*moved(-s))) / 2e-5 for s in step]
+            assert np.allclose(gradient.reshape(-1), finite, rtol=1e-5, atol=1e-8)
+
+
+def test_bernoulli_quadrature_is_as_good_as_the_chapter_says():
+    for link, var, error in (("probit", 1.0, 1e-9), ("probit", 9.0, 3e-4), ("logit", 9.0, 2e-4), ("probit", 25.0, 6e-3)):
+        for mean in (-6.0, -1.5, 0.7, 4.0):
+            exact = integrate(LINKS[link][1], mean, var)
+            assert abs(Bernoulli(link).variational_expectations(mean, var, 1.0) - exact) < error
+
+
+def test_bernoulli_links_and_labels_are_checked():
+    assert Bernoulli().link == "probit" and not jax.tree.leaves(Bernoulli("logit"))        # static: nothing to train
+    for wrong in ("cloglog", "Probit", None):
+        with pytest.raises(ValueError, match="link must be one of 'probit', 'logit', got"):
+            Bernoulli(wrong)
+    assert np.array_equal(Bernoulli().check([[0, 1], [1, 1]]), [[0.0, 1.0], [1.0, 1.0]])
+    for labels, first in (([1, -1], r"y\[1\] = -1"), ([0.5, 1.0], r"y\[0\] = 0.5"), ([0, np.nan], r"y\[1\] = nan")):
+        with pytest.raises(ValueError, match=f"y must hold labels 0 or 1 for the likelihood Bernoulli, .*{first}"):
+            Bernoulli().check(labels)

@@ -1,0 +1,399 @@
+"Divergences by partitions, the conditional, mean field and both Gaussian approximations, against brute force."
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.flatten_util import ravel_pytree
+from scipy.stats import multivariate_normal, norm
+
+import gp_thesis as gpt
+from gp_thesis.exact import GP, Exact
+from gp_thesis.fitting import fit
+from gp_thesis.gaussians import kl_divergence, kl_from_cholesky
+from gp_thesis.kernels import RBF, ConstantMean, Matern32, sample_prior
+from gp_thesis.likelihoods import Bernoulli, Gaussian, Likelihood
+from gp_thesis.linalg import cholesky
+from gp_thesis.parameters import cast, free, freeze, partition, unwrap
+from gp_thesis.variational import VGP, MeanField, PointPosterior, WhitenedVGP, conditional, conditional_covariance, tilted_moments
+
+
+class Student(Likelihood):
+    "Heavy tails: a log density that is not concave."
+    points = 150
+
+    def log_density(self, f, y):
+        return jax.scipy.stats.t.logpdf(y, 4.0, loc=f, scale=0.5)
+
+
+class Fine(Bernoulli):
+    points = 100
+
+
+def problem(N=12, P=None, seed=0):
+    rng = np.random.default_rng(seed)
+    X = rng.uniform(0, 4, (N, 1))
+    f = np.sin(2 * X) + (0 if P is None else np.arange(P))
+    y = f[:, 0] if P is None else f
+    return X, y + 0.3 * rng.normal(size=y.shape)
+
+
+def model(likelihood, variance=1.5):
+    return GP(RBF(0.8, variance), likelihood, ConstantMean(0.2))
+
+
+def labels(y):
+    return (y > 0).astype(float)
+
+
+def plane(K, reach=7.0, n=401):
+    "A grid over the plane in units of the prior's standard deviation: points (n², 2) and the area of a cell."
+    edge = np.linspace(-reach, reach, n) * np.sqrt(K[0, 0])
+    return np.stack(np.meshgrid(edge, edge, indexing="ij"), -1).reshape(-1, 2), (edge[1] - edge[0]) ** 2
+
+
+def two_points(likelihood, variance=1.5):
+    "A problem of two data, with the exact log joint density on a grid: (approximation's model, X, y, grid, cell, log joint)."
+    X, y = np.array([[0.0], [0.5]]), np.array([1.0, 0.0])
+    gp = model(likelihood, variance)
+    K = np.asarray(gp.kernel(X))
+    grid, cell = plane(K)
+    log_joint = multivariate_normal.logpdf(grid, [0.2, 0.2], K) + np.asarray(unwrap(likelihood).log_density(grid, y)).sum(1)
+    return gp, X, y, grid, cell, log_joint
+
+
+def log_evidence(cell, log_joint):
+    return np.log(np.exp(log_joint).sum() * cell)
+
+
+# divergences by partitions
+
+
+@given(st.integers(0, 2**32 - 1))
+def test_refining_a_partition_never_lowers_the_divergence(seed):
+    rng = np.random.default_rng(seed)
+    u, v = rng.dirichlet(np.full(24, 0.3)), rng.dirichlet(np.full(24, 0.3)) + 1e-12
+    fine, coarse = rng.integers(0, 8, 24), rng.integers(0, 3, 8)     # atoms into 8 cells, those into 3
+
+    def divergence(cells):
+        a, b = np.bincount(cells, u), np.bincount(cells, v)
+        return np.sum(a[a > 0] * np.log(a[a > 0] / b[a > 0]))
+    assert 0 <= divergence(coarse[fine]) + 1e-12
+    assert divergence(coarse[fine]) <= divergence(fine) + 1e-12
+    assert divergence(fine) <= divergence(np.arange(24)) + 1e-12
+
+
+# the conditional
+
+
+@pytest.mark.parametrize("whiten", [True, False])
+def test_conditional_is_what_simulation_says(whiten):
+    rng = np.random.default_rng(0)
+    Z, Xs = np.array([[0.0], [1.0], [2.5]]), np.array([[0.3], [1.0], [4.0]])
+    kernel, L, S = RBF(0.8, 1.3), None, 400_000
+    Kuu, Kuf, Kff = (np.asarray(a) for a in (kernel(Z), kernel(Z, Xs), kernel(Xs)))
+    L = np.linalg.cholesky(Kuu)
+    m, R = rng.normal(size=3), np.tril(rng.normal(size=(3, 3))) * 0.5
+    q = m + rng.normal(size=(S, 3)) @ R.T
+    u = q @ L.T if whiten else q
+    f = u @ np.linalg.solve(Kuu, Kuf) + rng.multivariate_normal(np.zeros(3), Kff - Kuf.T @ np.linalg.solve(Kuu, Kuf), S)
+    mean, var = conditional(L, Kuf, np.diag(Kff), m, R, whiten)
+    cov = conditional_covariance(L, Kuf, Kuf, Kff, R, whiten)
+    assert np.allclose(mean, f.mean(0), atol=6 * f.std(0).max() / np.sqrt(S))
+    assert np.allclose(cov, np.cov(f.T), atol=0.02 * np.abs(cov).max()) and np.allclose(np.diag(cov), var)
+
+
+def test_whitened_and_plain_coordinates_agree_and_outputs_are_a_loop():
+    rng = np.random.default_rng(1)
+    Z, Xs, Xs2, P = rng.uniform(0, 3, (5, 2)), rng.uniform(0, 3, (7, 2)), rng.uniform(0, 3, (4, 2)), 3
+    kernel = Matern32(0.9, 1.4)
+    L, Kuf, Kuf2 = cholesky(kernel(Z)), kernel(Z, Xs), kernel(Z, Xs2)
+    m, R = rng.normal(size=(5, P)), rng.normal(size=(P, 5, 5))
+    mean, var = conditional(L, Kuf, kernel.diag(Xs), m, R)
+    cov = conditional_covariance(L, Kuf, Kuf2, kernel(Xs, Xs2), R)
+    plain = conditional(L, Kuf, kernel.diag(Xs), L @ m, L @ R, whiten=False)
+    assert mean.shape == var.shape == (7, P) and cov.shape == (P, 7, 4)
+    assert np.allclose(mean, plain[0]) and np.allclose(var, plain[1])
+    assert np.allclose(cov, conditional_covariance(L, Kuf, Kuf2, kernel(Xs, Xs2), L @ R, whiten=False))
+    for p in range(P):
+        one_mean, one_var = conditional(L, Kuf, kernel.diag(Xs), m[:, p], R[p])
+        assert np.allclose(mean[:, p], one_mean) and np.allclose(var[:, p], one_var)
+        assert np.allclose(cov[p], conditional_covariance(L, Kuf, Kuf2, kernel(Xs, Xs2), R[p]))
+
+
+def test_the_prior_conditional_cancels_from_the_divergence():
+    X, rng = np.linspace(0, 3, 6)[:, None], np.random.default_rng(2)
+    kernel, Z = Matern32(0.8, 1.2), X[[1, 4]]
+    L = cholesky(kernel(Z))
+    m, R = rng.normal(size=2), np.array([[0.5, 0.0], [0.3, 0.4]])
+    post = PointPosterior(unwrap(GP(kernel, Gaussian())), jnp.asarray(Z), L, jnp.asarray(m), jnp.asarray(R))
+    everywhere = kl_divergence(post.mean(X), post.covariance(X), np.zeros(6), kernel(X))
+    assert np.isclose(everywhere, kl_from_cholesky(m, R), rtol=1e-6)
+
+
+# mean field
+
+
+@pytest.mark.parametrize("likelihood", [Bernoulli(), Bernoulli("logit"), Gaussian(0.4), Student()], ids=["probit", "logit", "Gaussian", "Student"])
+def test_tilted_moments_by_summation(likelihood):
+    mean, var, y = jnp.array([-1.0, 0.3, 2.0]), jnp.array([0.3, 1.0, 0.6]), jnp.array([1.0, 0.0, 0.0])
+    log_Z, mu, v = tilted_moments(unwrap(likelihood), mean, var, y)
+    for i in range(3):
+        f = np.linspace(-10, 10, 40_001)
+        w = np.exp(norm.logpdf(f, mean[i], np.sqrt(var[i])) + np.asarray(unwrap(likelihood).log_density(f, y[i])))
+        Z = w.sum() * (f[1] - f[0])
+        w /= w.sum()
+        assert np.allclose((log_Z[i], mu[i], v[i]), (np.log(Z), w @ f, w @ f**2 - (w @ f) ** 2), rtol=3e-4, atol=3e-4)
+
+
+@pytest.mark.parametrize("likelihood", [Fine(), Fine("logit"), Gaussian(0.3)], ids=["probit", "logit", "Gaussian"])
+def test_mean_field_objective_against_quadrature_in_the_plane(likelihood):
+    gp, X, y, grid, cell, log_joint = two_points(likelihood)
+    a = np.array([0.3, -0.5])
+    approx = eqx.tree_at(lambda approx: approx.a, MeanField(gp, 2), free(a))
+    spread = 1 / np.diag(np.linalg.inv(gp.kernel(X)))
+    log_q = np.asarray(unwrap(likelihood).log_density(grid, y)) + norm.logpdf(grid, 0.2 + a, np.sqrt(spread))
+    log_q = log_q.sum(1)
+    log_q -= np.log(np.exp(log_q).sum() * cell)
+    q = np.exp(log_q)
+    bound = np.sum(q * (log_joint - log_q)) * cell
+    assert np.isclose(approx.objective(X, y), bound, atol=1e-6)
+    post, mean = approx.posterior(X, y), (q @ grid) * cell
+    assert np.allclose(post.mean(X), mean, atol=1e-6)
+    assert np.allclose(post.marginals(X)[1], (q @ grid**2) * cell - mean**2, atol=1e-6)
+    assert np.allclose(post.covariance(X)[0, 1], 0.0, atol=1e-9)
+
+
+def test_coordinate_ascent_climbs_to_what_fit_finds():
+    X, y = problem(8)
+    approx, bounds = MeanField(freeze(GP(Matern32(0.4), Bernoulli())), 8), []
+    for _ in range(25):
+        bounds.append(float(approx.objective(X, labels(y))))
+        approx = approx.coordinate_ascent(X, labels(y), 4)
+    assert np.all(np.diff(bounds) > -1e-12) and bounds[-1] > bounds[0] + 0.1
+    fitted = fit(MeanField(freeze(GP(Matern32(0.4), Bernoulli())), 8), (X, labels(y)), tolerance=1e-13, progress=False).approx
+    assert np.isclose(bounds[-1], fitted.objective(X, labels(y)), atol=1e-7)
+    assert np.allclose(unwrap(approx.a), unwrap(fitted.a), atol=1e-4)
+    slope = jax.grad(lambda a: eqx.tree_at(lambda s: s.a.unconstrained, approx, a).objective(X, labels(y)))(approx.a.unconstrained)
+    assert np.abs(slope).max() < 1e-6
+
+
+def test_mean_field_with_gaussian_noise_has_the_exact_mean_and_too_little_variance():
+    X, y = problem(8)
+    gp = GP(Matern32(0.4), Gaussian(0.1))
+    approx, exact = MeanField(gp, 8).coordinate_ascent(X, y, 500), Exact(gp)
+    mean, var = exact.posterior(X, y).marginals(X)
+    assert np.allclose(approx.posterior(X, y).mean(X), mean, atol=1e-6)     # for a Gaussian target mean field finds the mean,
+    precision = np.linalg.inv(exact.posterior(X, y).covariance(X))
+    assert np.allclose(approx.posterior(X, y).marginals(X)[1], 1 / np.diag(precision), rtol=1e-5)
+    assert np.all(1 / np.diag(precision) < var)
+    gap = 0.5 * (np.log(np.diag(precision)).sum() - np.linalg.slogdet(precision)[1])
+    assert np.isclose(exact.objective(X, y) - approx.objective(X, y), gap, atol=1e-6)
+
+
+def test_mean_field_samples_come_from_the_free_form():
+    gp, X, y, grid, cell, _ = two_points(Bernoulli(), 9.0)
+    post = MeanField(gp, 2).coordinate_ascent(X, y, 50).posterior(X, y)
+    Xs = np.array([[0.0], [0.25], [0.5], [2.0]])
+    f = np.asarray(post.sample(jax.random.key(0), Xs, 200_000))
+    mean, var = post.marginals(Xs)
+    assert f.shape == (200_000, 4)
+    assert np.allclose(f.mean(0), mean, atol=0.03) and np.allclose(f.var(0), var, rtol=0.02)
+    assert np.allclose(np.cov(f.T), post.covariance(Xs), atol=0.02 * np.max(var))
+    t = np.linspace(-25, 25, 20_001)                                      # the first marginal is q_1 itself, with its skewness
+    log_q = np.asarray(post.model.likelihood.log_density(t, y[0])) - 0.5 * (t - post.centre[0]) ** 2 / post.spread[0]
+    q = np.exp(log_q - log_q.max())
+    distribution = np.cumsum(q) / q.sum()
+    probabilities = np.array([0.01, 0.1, 0.5, 0.9, 0.99])
+    assert np.allclose(np.interp(np.quantile(f[:, 0], probabilities), t, distribution), probabilities, atol=0.004)
+    assert np.isfinite(post.log_predictive_density(Xs, np.array([1.0, 0.0, 1.0, 0.0]))).all()
+
+
+# the Gaussian approximations
+
+
+@pytest.mark.parametrize("kind", [VGP, WhitenedVGP])
+@pytest.mark.parametrize("likelihood", [Bernoulli(), Bernoulli("logit"), Student()], ids=["probit", "logit", "Student"])
+def test_the_bound_is_what_simulation_says_and_below_the_evidence(kind, likelihood):
+    gp, X, y, grid, cell, log_joint = two_points(likelihood)
+    approx = kind(gp, 2)
+    trainable, rest = partition(approx)
+    rng = np.random.default_rng(3)
+    for _ in range(3):
+        moved = eqx.combine(jax.tree.map(lambda x: x + 0.7 * rng.normal(size=x.shape), trainable), rest)
+        moved = eqx.tree_at(lambda a: a.model, moved, gp)
+        post = moved.posterior(X)
+        mean, cov = np.asarray(post.mean(X)), np.asarray(post.covariance(X))
+        f = rng.multivariate_normal(mean, cov, 400_000)
+        terms = (np.asarray(unwrap(likelihood).log_density(f, y)).sum(1) + multivariate_normal.logpdf(f, [0.2, 0.2], gp.kernel(X))
+                 - multivariate_normal.logpdf(f, mean, cov))
+        assert abs(terms.mean() - moved.objective(X, y)) < 5 * terms.std() / np.sqrt(len(f)) + 1e-4
+        assert moved.objective(X, y) < log_evidence(cell, log_joint)
+
+
+@pytest.mark.parametrize("likelihood", [Bernoulli(), Bernoulli("logit")], ids=["probit", "logit"])
+def test_both_forms_agree_at_the_optimum_and_meet_the_conditions_for_it(likelihood):
+    X, y = problem()
+    y, gp = labels(y), freeze(model(likelihood))
+    full = fit(WhitenedVGP(gp, 12), (X, y), tolerance=1e-14, progress=False).approx
+    small = VGP(gp, 12).fixed_point(X, y, 80, rate=0.5)
+    assert np.isclose(full.objective(X, y), small.objective(X, y), atol=1e-8)
+    fitted = fit(small, (X, y), tolerance=1e-12, progress=False).approx
+    assert np.isclose(fitted.objective(X, y), small.objective(X, y), atol=1e-9)
+    from_scratch = fit(VGP(gp, 12), (X, y), progress=False).approx
+    assert np.isclose(from_scratch.objective(X, y), small.objective(X, y), atol=1e-4)
+    Xs = np.linspace(-1, 5, 20)[:, None]
+    for a, b in zip(full.posterior(X).marginals(Xs), small.posterior(X).marginals(Xs)):
+        assert np.allclose(a, b, atol=1e-5)
+    mean, var = small.posterior(X).marginals(X)
+    force, half_curvature = jax.grad(lambda m, v: unwrap(likelihood).variational_expectations(m, v, y).sum(), argnums=(0, 1))(mean, var)
+    K = np.asarray(gp.kernel(X))
+    assert np.allclose(K @ force, mean - 0.2, atol=1e-8) and np.allclose(unwrap(small.precision), -2 * half_curvature, atol=1e-8)
+    assert np.allclose(np.linalg.inv(small.posterior(X).covariance(X)), np.linalg.inv(K) + np.diag(-2 * half_curvature), rtol=1e-5)
+
+
+@pytest.mark.parametrize("P", [None, 2])
+def test_gaussian_noise_is_inferred_exactly(P):
+    X, y = problem(P=P)
+    gp, Xs = model(Gaussian(0.1)), np.linspace(-1, 5, 20)[:, None]
+    exact = Exact(gp)
+    fits = {"one step": VGP(gp, 12, P or 1).fixed_point(X, y),
+            "fit": fit(VGP(freeze(gp), 12, P or 1).fixed_point(X, y), (X, y), tolerance=1e-13, progress=False).approx,
+            "whitened": fit(WhitenedVGP(freeze(gp), 12, P or 1), (X, y), tolerance=1e-15, steps=5000, progress=False).approx}
+    for name, approx in fits.items():
+        assert np.isclose(approx.objective(X, y), exact.objective(X, y), atol=1e-8), name
+        post, truth = approx.posterior(X, y), exact.posterior(X, y)
+        for ours, theirs in zip((*post.marginals(Xs), post.covariance(Xs, X), *post.predict_y(Xs)),
+                                (*truth.marginals(Xs), truth.covariance(Xs, X), *truth.predict_y(Xs))):
+            assert ours.shape == theirs.shape and np.allclose(ours, theirs, atol=1e-6), name
+        assert post.sample(jax.random.key(0), Xs, 3).shape == (3, 20, *y.shape[1:])
+
+
+@pytest.mark.parametrize("kind", [VGP, WhitenedVGP])
+def test_several_latent_functions_are_a_loop(kind):
+    X, y = problem(P=3)
+    y, gp = labels(y), freeze(model(Bernoulli()))
+    rng = np.random.default_rng(4)
+    approx, one = kind(gp, 12, 3), kind(gp, 12)
+    trainable, rest = partition(approx)
+    approx = eqx.combine(jax.tree.map(lambda x: x + 0.3 * rng.normal(size=x.shape), trainable), rest)
+    layer = lambda p: jax.tree.map(lambda x, like: x[:, p] if x.shape[:1] == (12,) else x[p], partition(approx)[0], partition(one)[0])
+    alone = [eqx.combine(layer(p), partition(one)[1]) for p in range(3)]
+    assert np.isclose(approx.objective(X, y), sum(a.objective(X, y[:, p]) for p, a in enumerate(alone)))
+    Xs = np.linspace(-1, 5, 6)[:, None]
+    for p, a in enumerate(alone):
+        for ours, theirs in zip(approx.posterior(X).marginals(Xs), a.posterior(X).marginals(Xs)):
+            assert np.allclose(ours[:, p], theirs)
+        assert np.allclose(approx.posterior(X).covariance(Xs)[p], a.posterior(X).covariance(Xs))
+    if kind is VGP:
+        assert np.isclose(approx.fixed_point(X, y, 3).objective(X, y), sum(a.fixed_point(X, y[:, p], 3).objective(X, y[:, p]) for p, a in enumerate(alone)))
+
+
+def test_vgp_divergence_is_that_of_its_posterior():
+    X, y = problem()
+    approx = VGP(model(Bernoulli()), 12).fixed_point(X, labels(y), 3)
+    post = approx.posterior(X)
+    mean, var = post.marginals(X)
+    kl = unwrap(approx).model.likelihood.variational_expectations(mean, var, labels(y)).sum() - approx.objective(X, labels(y))
+    S = post.S_factor @ post.S_factor.T
+    assert np.isclose(kl, kl_from_cholesky(post.m, np.linalg.cholesky(S)), rtol=1e-9)
+
+
+APPROXIMATIONS = {"MeanField": MeanField, "VGP": VGP, "WhitenedVGP": WhitenedVGP}
+
+
+@pytest.mark.parametrize("name", APPROXIMATIONS)
+@pytest.mark.parametrize("link", ["probit", "logit"])
+def test_gradients_against_finite_differences(name, link):
+    X, y = problem(5)
+    approx = APPROXIMATIONS[name](GP(Matern32(0.7, 1.2), Bernoulli(link), ConstantMean(0.1)), 5)
+    trainable, rest = partition(approx)
+    v, unravel = ravel_pytree(trainable)
+    v = v + 0.2 * np.random.default_rng(5).normal(size=len(v))
+    objective = jax.jit(lambda v: eqx.combine(unravel(v), rest).objective(X, labels(y)))
+    finite = [(objective(v + e) - objective(v - e)) / 2e-5 for e in 1e-5 * np.eye(len(v))]
+    assert np.allclose(jax.grad(objective)(v), finite, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", APPROXIMATIONS)
+@pytest.mark.parametrize("likelihood", [Bernoulli(), Gaussian(0.2)], ids=["Bernoulli", "Gaussian"])
+def test_single_precision_is_finite_and_close(name, likelihood):
+    X, y = problem()
+    y = labels(y) if isinstance(likelihood, Bernoulli) else y
+    make = lambda: APPROXIMATIONS[name](GP(Matern32(0.5), cast(likelihood, jnp.result_type(float))), 12)
+    value64, gradient64 = eqx.filter_value_and_grad(lambda a: a.objective(X, y))(make())
+    with jax.enable_x64(False):
+        single, X32, y32 = make(), jnp.asarray(X), jnp.asarray(y)
+        value, gradient = eqx.filter_value_and_grad(lambda a: a.objective(X32, y32))(single)
+        post = single.posterior(X32, y32)
+        answers = (*post.marginals(X32), post.covariance(X32), post.sample(jax.random.key(0), X32))
+    assert value.dtype == jnp.float32 and np.isclose(value, value64, rtol=1e-4)
+    for ours, theirs in zip(jax.tree.leaves(gradient), jax.tree.leaves(gradient64)):
+        assert ours.dtype == jnp.float32 and np.allclose(ours, theirs, rtol=1e-2, atol=1e-3)
+    assert all(a.dtype == jnp.float32 and np.isfinite(a).all() for a in answers)
+
+
+@pytest.mark.parametrize("name", ["MeanField", "VGP"])
+def test_parameters_are_made_in_the_dtype_of_the_model(name):
+    X, y = (jnp.asarray(a, jnp.float32) for a in problem())
+    approx = APPROXIMATIONS[name](cast(GP(RBF(), Gaussian()), jnp.float32), 12)
+    assert approx.objective(X, y).dtype == approx.posterior(X, y).mean(X).dtype == jnp.float32
+
+
+@pytest.mark.parametrize("kind", [VGP, WhitenedVGP])
+def test_points_that_coincide_do_no_harm(kind):
+    X, y = problem()
+    X, y = np.vstack([X, X[:4]]), labels(np.concatenate([y, y[:4]]))
+    approx = fit(kind(freeze(model(Bernoulli())), 16), (X, y), steps=200, progress=False).approx
+    assert np.isfinite(approx.objective(X, y)) and all(np.isfinite(a).all() for a in approx.posterior(X).marginals(X))
+
+
+def test_hyperparameters_by_the_bound():
+    X, y = problem(20)
+    start = WhitenedVGP(GP(RBF(0.3, 1.0), Bernoulli()), 20)
+    result = fit(start, (X, labels(y)), progress=False)
+    assert result.converged and result.history.objective[-1] > fit(WhitenedVGP(freeze(start.model), 20), (X, labels(y)), progress=False).history.objective[-1]
+    grid = np.linspace(-5, 5, 7)[:, None]
+    draws = sample_prior(jax.random.key(0), RBF(), grid, 2)
+    assert draws.shape == (2, 7)
+    p, var = result.approx.posterior(X).predict_y(grid)
+    assert np.all((p > 0) & (p < 1)) and np.allclose(var, p * (1 - p))
+
+
+@pytest.mark.parametrize("name", APPROXIMATIONS)
+def test_mistakes_are_named(name):
+    kind, (X, y) = APPROXIMATIONS[name], problem()
+    approx = kind(model(Gaussian()), 12)
+    for wrong, words in ((dict(num_data=6), "num_data must be 12, the rows of X, got 6"),):
+        with pytest.raises(ValueError, match=words):
+            approx.objective(X, y, **wrong)
+    with pytest.raises(ValueError, match="X must have the 12 rows .* got 11"):
+        approx.objective(X[:-1], y[:-1])
+    with pytest.raises(ValueError, match=r"y must have shape \(12,\).* got \(12, 2\)"):
+        approx.objective(X, np.stack([y, y], 1))
+    with pytest.raises(ValueError, match="same number of rows"):
+        approx.objective(X, y[:-1])
+    with pytest.raises(ValueError, match="X must be finite"):
+        approx.posterior(np.full((12, 1), np.nan), y)
+    with pytest.raises(ValueError, match="labels 0 or 1"):
+        kind(model(Bernoulli()), 12).objective(X, y)
+    with pytest.raises(ValueError, match="model must be a gp_thesis GP"):
+        kind(RBF(), 12)
+    for wrong in (0, -1, 2.0, True):
+        with pytest.raises(ValueError, match="num_data must be a positive integer"):
+            kind(model(Gaussian()), wrong)
+    with pytest.raises(ValueError, match="(sweeps|rounds) must be a positive integer"):
+        approx.coordinate_ascent(X, y, 0) if kind is MeanField else VGP(model(Gaussian()), 12).fixed_point(X, y, 0)
+    with pytest.raises(ValueError, match="rate must be above 0 and at most 1, got 1.5"):
+        VGP(model(Gaussian()), 12).fixed_point(X, y, rate=1.5)
+    if kind is not MeanField:
+        with pytest.raises(ValueError, match="num_latents must be a positive integer"):
+            kind(model(Gaussian()), 12, 0)
+        with pytest.raises(ValueError, match=r"y must have shape \(12, 2\).* got \(12,\)"):
+            kind(model(Gaussian()), 12, 2).objective(X, y)
+        with pytest.raises(ValueError, match="X must have the 12 rows"):
+            approx.posterior(X[:5])
+    assert np.isfinite(approx.objective(X, y, num_data=12))
+    assert isinstance(approx.posterior(X, y), PointPosterior) and isinstance(gpt.Exact, type)
