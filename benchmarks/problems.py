@@ -27,6 +27,19 @@ def regression(size: int, dimension: int, dtype: str) -> Regression:
 
 
 @dataclass
+class SparseRegression(Regression):
+    "A regression, and where its inducing points are."
+
+    Z: np.ndarray  # (M, D)
+
+
+def sparse_regression(size: int, inducing: int, dimension: int, dtype: str) -> SparseRegression:
+    "`regression`, with some of its rows as inducing points."
+    problem = regression(size, dimension, dtype)
+    return SparseRegression(**vars(problem), Z=problem.X[:inducing].copy())
+
+
+@dataclass
 class Benchmark:
     "What is timed, and what is asked of it."
 
@@ -42,5 +55,10 @@ BENCHMARKS = {
         title="exact regression, log marginal likelihood and gradient, N=2000, D=8, ARD RBF",
         problem=lambda dtype: regression(2000, 8, dtype),
         tolerance={"float64": (1e-6, 1e-6), "float32": (1e-3, 1e-2)},
+    ),
+    "vfe": Benchmark(
+        title="variational free energy and gradient in hyperparameters and inducing points, N=20000, M=200, D=8, ARD RBF",
+        problem=lambda dtype: sparse_regression(20_000, 200, 8, dtype),
+        tolerance={"float64": (1e-6, 1e-5), "float32": (1e-3, 1e-2)},
     ),
 }

@@ -15,6 +15,13 @@ def exact(problem):
     return objective_and_gradient(approximation, jnp.asarray(problem.X), jnp.asarray(problem.y))
 
 
+def vfe(problem):
+    jax.config.update("jax_enable_x64", problem.dtype == "float64")
+    kernel = gpt.RBF(lengthscale=jnp.asarray(problem.lengthscale), variance=problem.variance)
+    approximation = gpt.VFE(gpt.GP(kernel, gpt.Gaussian(problem.noise)), gpt.InducingPoints(jnp.asarray(problem.Z)))
+    return objective_and_gradient(approximation, jnp.asarray(problem.X), jnp.asarray(problem.y))
+
+
 def objective_and_gradient(approximation, *data):
     "The timed step of an approximation whose model has a kernel and Gaussian noise, and a reader of what it returns."
     trainable, rest = gpt.partition(approximation)
@@ -36,7 +43,8 @@ def objective_and_gradient(approximation, *data):
 
 def hyperparameters(approximation):
     kernel, likelihood = approximation.model.kernel, approximation.model.likelihood
-    return {"lengthscale": kernel.lengthscale, "variance": kernel.variance, "noise": likelihood.variance}
+    found = {"lengthscale": kernel.lengthscale, "variance": kernel.variance, "noise": likelihood.variance}
+    return found | ({"inducing": approximation.inducing.Z} if hasattr(approximation, "inducing") else {})
 
 
 def constrained_gradient(gradient, parameter):

@@ -18,11 +18,23 @@ class Regression(gpytorch.models.ExactGP):
 
 def exact(problem):
     torch.set_default_dtype(getattr(torch, problem.dtype))
-    X, y = torch.from_numpy(problem.X), torch.from_numpy(problem.y)
     likelihood, kernel = gaussian(problem), rbf(problem)
+    return objective_and_gradient(problem, likelihood, kernel, hyperparameters(likelihood, kernel))
+
+
+def vfe(problem):
+    torch.set_default_dtype(getattr(torch, problem.dtype))
+    likelihood, kernel = gaussian(problem), rbf(problem)
+    inducing = gpytorch.kernels.InducingPointKernel(kernel, torch.from_numpy(problem.Z), likelihood)
+    parameters = hyperparameters(likelihood, kernel) | {"inducing": (inducing.inducing_points, None)}
+    return objective_and_gradient(problem, likelihood, inducing, parameters)
+
+
+def objective_and_gradient(problem, likelihood, kernel, parameters):
+    "The timed step of a regression with this kernel, and a reader of what it returns."
+    X, y = torch.from_numpy(problem.X), torch.from_numpy(problem.y)
     model = Regression(X, y, likelihood, kernel)
     objective = gpytorch.mlls.ExactMarginalLogLikelihood(likelihood, model)
-    parameters = hyperparameters(likelihood, kernel)
 
     def step():
         model.zero_grad()
@@ -61,5 +73,7 @@ def hyperparameters(likelihood, kernel):
 
 
 def constrained_gradient(raw, constraint):
+    if constraint is None:
+        return raw.grad.numpy()
     slope = torch.autograd.functional.jvp(constraint.transform, raw.detach(), torch.ones_like(raw))[1]
     return (raw.grad / slope).numpy().squeeze()
