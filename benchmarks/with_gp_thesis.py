@@ -16,10 +16,13 @@ def exact(problem):
 
 
 def vfe(problem):
+    return objective_and_gradient(variational(problem), jnp.asarray(problem.X), jnp.asarray(problem.y))
+
+
+def variational(problem):
     jax.config.update("jax_enable_x64", problem.dtype == "float64")
     kernel = gpt.RBF(lengthscale=jnp.asarray(problem.lengthscale), variance=problem.variance)
-    approximation = gpt.VFE(gpt.GP(kernel, gpt.Gaussian(problem.noise)), gpt.InducingPoints(jnp.asarray(problem.Z)))
-    return objective_and_gradient(approximation, jnp.asarray(problem.X), jnp.asarray(problem.y))
+    return gpt.VFE(gpt.GP(kernel, gpt.Gaussian(problem.noise)), gpt.InducingPoints(jnp.asarray(problem.Z)))
 
 
 def objective_and_gradient(approximation, *data):

@@ -50,7 +50,9 @@ class InducingVariables(eqx.Module):
 
 # %% ../nbs/22_inducing.ipynb #c009
 def inducing_inputs(Z, name: str = "Z") -> Parameter:
-    "Inducing inputs (M, D) as a free parameter; a parameter, frozen or not, stays as it is. ValueError for other shapes, NaN, infinity."
+    """Inducing inputs (M, D) as a free parameter; a parameter, frozen or not, stays as it is.
+
+    Raises ValueError for other shapes, NaN and infinity."""
     check_inputs(unwrap(Z), name)
     return free(Z, name=name)
 
@@ -107,11 +109,13 @@ class InducingPosterior(ConditionalPosterior):
         return self.inducing.cross_covariance(self.model.kernel, Xs)
 
     @property
+    @precise
     def inducing_mean(self) -> Float[Array, "M *P"]:
         "E[u], (M,) or (M, P)."
         return self.L @ self.m
 
     @property
+    @precise
     def inducing_covariance(self) -> Float[Array, "... M M"]:
         "cov[u], (M, M) or (P, M, M)."
         R = self.L @ self.S_factor
@@ -145,7 +149,7 @@ def weighted_distance(
     weights: Array,  # (n, D), or (1, D) for all
     X: Array,  # (N, D)
 ) -> Array:  # (n, N)
-    "Σ_d c_rd (x_d - t_rd)² for each row r of t and x of X, from exact differences if there are few columns."
+    "Σ_d c_rd (x_d - t_rd)² for each row r of t and x of X, from exact differences if there are few columns, @eq-weighted-distance."
     if X.shape[1] > EXACT_COLUMNS:
         return jnp.maximum(_expanded_distance(t, weights, X), 0)
     columns = zip(weights.T[:, :, None], t.T[:, :, None], X.T)
@@ -224,6 +228,7 @@ def _nodes(windows: Windows, points: int) -> tuple[Array, Array]:
     return t + steps, jnp.broadcast_to(weights, (len(steps), len(t)))
 
 
+@precise
 def by_quadrature(kernel: Kernel, windows: Windows, X: Array | None, points: int) -> Array:
     "Covariances (n, N) or (n, n) of the sums of @eq-window-nodes under any kernel, with f(X) or with each other."
     nodes, weights = _nodes(windows, points)
@@ -279,7 +284,9 @@ def _one_row_or_all(value, Z):
 
 # %% ../nbs/22_inducing.ipynb #c040
 class GaussianWindow(InducingVariables):
-    "Blurred function values: u_r = ∫ N(x | z_r, diag(b²)) (f(x) - m(x)) dx, @eq-gaussian-window."
+    """Blurred function values: u_r = ∫ N(x | z_r, diag(b²)) (f(x) - m(x)) dx, @eq-gaussian-window. [@figueiras2009interdomain]
+
+    Raises ValueError for widths that are not positive or fit neither the columns nor Z."""
     Z: Parameter
     width: Parameter
     points: int = eqx.field(static=True)
@@ -314,7 +321,9 @@ class GaussianWindow(InducingVariables):
 
 # %% ../nbs/22_inducing.ipynb #c041
 class Wavelet(GaussianWindow):
-    "Windowed oscillations: u_r = ∫ cos(ω·(x - z_r)) N(x | z_r, diag(b²)) (f(x) - m(x)) dx, @eq-wavelet."
+    """Windowed waves: u_r = ∫ cos(ω·(x - z_r)) N(x | z_r, diag(b²)) (f(x) - m(x)) dx, @eq-wavelet. [@figueiras2009interdomain]
+
+    Raises ValueError as `GaussianWindow` does, and for frequencies that are not finite or do not fit."""
     frequency: Parameter
 
     def __init__(

@@ -25,7 +25,7 @@ from .likelihoods import Gaussian
 from .linalg import cholesky, inverse_lower, inverses, log_determinant, precise
 from .parameters import unwrap
 
-# %% ../nbs/23_sparse_regression.ipynb #c006
+# %% ../nbs/23_sparse_regression.ipynb #c020
 class Statistics(eqx.Module):
     "What some of the data say of v = L⁻¹ u, @eq-pep-statistics; those of two parts of the data add up."
     gram: Float[Array, "M M"]        # Σ A_b S_b⁻¹ A_bᵀ
@@ -38,7 +38,7 @@ class Statistics(eqx.Module):
     def __radd__(self, other):
         return self if isinstance(other, int) and other == 0 else self + other  # so that sum() works
 
-# %% ../nbs/23_sparse_regression.ipynb #c007
+# %% ../nbs/23_sparse_regression.ipynb #c022
 @jax.custom_jvp
 @precise
 def gram(A: Array) -> Array:
@@ -53,23 +53,7 @@ def _gram_jvp(primals, tangents):
     X = dA @ A.T
     return gram(A), X + X.T
 
-# %% ../nbs/23_sparse_regression.ipynb #c008
-@partial(jax.custom_jvp, nondiff_argnums=(3,))
-@precise
-def _solve(L, L_inv, Kuf, corrected):
-    "A = L⁻¹ Kuf. A correction makes a product with L⁻¹ as good as a substitution, where K_uu is nearly singular."
-    A = L_inv @ Kuf
-    return A + L_inv @ (Kuf - L @ A) if corrected else A
-
-
-@_solve.defjvp
-@precise
-def _solve_jvp(corrected, primals, tangents):
-    (L, L_inv, _), (dL, _, dK) = primals, tangents
-    A = _solve(*primals, corrected)
-    return A, L_inv @ (dK - dL @ A)  # @eq-vfe-factor
-
-# %% ../nbs/23_sparse_regression.ipynb #c009
+# %% ../nbs/23_sparse_regression.ipynb #c023
 def _price(power, excess, limit):
     "(1 - α) / α times the excess log|I + α D / σ²|, or its limit tr D / σ² where α is 0, @eq-pep-price."
     positive = jnp.where(power == 0, 1.0, power)
@@ -99,7 +83,23 @@ def _block_statistics(model, inducing, solve, power, priced, X, R):
     energy = len(X) * jnp.log(2 * jnp.pi) + log_S + priced * price
     return Statistics(gram(A), A @ R, -0.5 * (outputs * energy + jnp.sum(R**2)))
 
-# %% ../nbs/23_sparse_regression.ipynb #c011
+# %% ../nbs/23_sparse_regression.ipynb #c025
+@partial(jax.custom_jvp, nondiff_argnums=(3,))
+@precise
+def _solve(L, L_inv, Kuf, corrected):
+    "A = L⁻¹ Kuf. A correction makes a product with L⁻¹ as good as a substitution, where K_uu is nearly singular."
+    A = L_inv @ Kuf
+    return A + L_inv @ (Kuf - L @ A) if corrected else A
+
+
+@_solve.defjvp
+@precise
+def _solve_jvp(corrected, primals, tangents):
+    (L, L_inv, _), (dL, _, dK) = primals, tangents
+    A = _solve(*primals, corrected)
+    return A, L_inv @ (dK - dL @ A)  # @eq-vfe-factor
+
+# %% ../nbs/23_sparse_regression.ipynb #c028
 class Sums(NamedTuple):
     "Sums over rows, in which the noise has no part, @eq-vfe-sums."
     gram: Array       # A Aᵀ, (M, M)
@@ -140,7 +140,7 @@ def _with_factor_jvp(primals, tangents):
     X = E @ C
     return (C, b), (dC - X - X.T, db - E @ b)
 
-# %% ../nbs/23_sparse_regression.ipynb #c012
+# %% ../nbs/23_sparse_regression.ipynb #c030
 CHUNK = 2**19  # entries of K_uf that are worked on at once
 
 
@@ -184,7 +184,7 @@ def _vfe_statistics(sums, noise, priced):
     energy = sums.rows * jnp.log(2 * jnp.pi * noise) + priced * (sums.variance - jnp.trace(sums.gram)) / noise
     return Statistics(sums.gram / noise, sums.projected / noise, -0.5 * (outputs * energy + sums.square / noise))
 
-# %% ../nbs/23_sparse_regression.ipynb #c013
+# %% ../nbs/23_sparse_regression.ipynb #c032
 @jax.custom_jvp
 @precise
 def _log_normaliser(C, b):
@@ -202,7 +202,37 @@ def _log_normaliser_jvp(primals, tangents):
     W = w.reshape(len(w), -1)
     return _log_normaliser(C, b), jnp.sum(w * db) - 0.5 * jnp.sum((W @ W.T + W.shape[1] * B_inv) * dC)
 
-# %% ../nbs/23_sparse_regression.ipynb #c015
+# %% ../nbs/23_sparse_regression.ipynb #c034
+class EvidenceInterval(NamedTuple):
+    "Two numbers with log p(y) between them. Their difference bounds KL[Q‖P̂] of the variational approximation, @eq-kl-bound."
+    lower: Array
+    upper: Array
+
+    @property
+    def kl_bound(self):
+        "What KL[Q‖P̂] is at most, in nats."
+        return self.upper - self.lower
+
+    def __repr__(self):
+        return f"{self.lower:.6g} ≤ log p(y) ≤ {self.upper:.6g}, so KL[Q‖P̂] ≤ {self.kl_bound:.3g}"
+
+# %% ../nbs/23_sparse_regression.ipynb #c035
+@eqx.filter_jit
+@precise
+def _bounds(approx, L, X, y):
+    model, inducing = unwrap(approx.model), unwrap(approx.inducing)
+    R = (y.T - model.mean.evaluate(X)).T
+    sums, noise = _sums(model, inducing, L, X, R), model.likelihood.variance
+    statistics = _vfe_statistics(sums, noise, True)
+    lower = statistics.energy + _log_normaliser(statistics.gram, statistics.projected)  # @eq-vfe
+    raised = noise + jnp.maximum(sums.variance - jnp.trace(sums.gram), 0.0)
+    C = sums.gram / raised
+    explained = inverse_lower(cholesky(C, "I + A Aᵀ / (σ² + t)", 1.0)) @ sums.projected / raised
+    log_det = sums.rows * jnp.log(2 * jnp.pi * noise) + log_determinant(cholesky(sums.gram / noise, "I + A Aᵀ / σ²", 1.0))
+    quadratic = sums.square / raised - jnp.sum(explained**2)
+    return lower, -0.5 * (sums.projected[0].size * log_det + quadratic)  # @eq-upper-bound
+
+# %% ../nbs/23_sparse_regression.ipynb #c037
 def _as_power(power, blocks):
     "A float, or a tuple of floats with one for each block; ValueError unless all lie in [0, 1]."
     try:
@@ -232,21 +262,7 @@ def _as_blocks(blocks):
     raise ValueError("blocks must partition the rows: a list of non-empty vectors of row numbers that hold each of "
                      "0, ..., N - 1 exactly once")
 
-# %% ../nbs/23_sparse_regression.ipynb #c016
-class EvidenceInterval(NamedTuple):
-    "Two numbers with log p(y) between them. Their difference bounds KL[Q‖P̂] of the variational approximation, @eq-kl-bound."
-    lower: Array
-    upper: Array
-
-    @property
-    def kl_bound(self):
-        "What KL[Q‖P̂] is at most, in nats."
-        return self.upper - self.lower
-
-    def __repr__(self):
-        return f"{self.lower:.6g} ≤ log p(y) ≤ {self.upper:.6g}, so KL[Q‖P̂] ≤ {self.kl_bound:.3g}"
-
-# %% ../nbs/23_sparse_regression.ipynb #c017
+# %% ../nbs/23_sparse_regression.ipynb #c038
 class PowerEPRegression(eqx.Module):
     """Power EP for Gaussian noise, in closed form: the objective @eq-pep-objective and the q(u) of @eq-pep-posterior.
 
@@ -319,7 +335,7 @@ class PowerEPRegression(eqx.Module):
             raise ValueError(f"blocks and power are for {expected} rows, but X has {len(X)}")
         return X, y
 
-# %% ../nbs/23_sparse_regression.ipynb #c018
+# %% ../nbs/23_sparse_regression.ipynb #c039
 @eqx.filter_jit
 @precise
 def _factor(approx):
@@ -359,23 +375,7 @@ def _posterior(approx, L, statistics):
     m = S_factor @ (S_factor.T @ statistics.projected)  # @eq-pep-posterior
     return InducingPosterior(model, inducing, L, m, S_factor)
 
-# %% ../nbs/23_sparse_regression.ipynb #c019
-@eqx.filter_jit
-@precise
-def _bounds(approx, L, X, y):
-    model, inducing = unwrap(approx.model), unwrap(approx.inducing)
-    R = (y.T - model.mean.evaluate(X)).T
-    sums, noise = _sums(model, inducing, L, X, R), model.likelihood.variance
-    statistics = _vfe_statistics(sums, noise, True)
-    lower = statistics.energy + _log_normaliser(statistics.gram, statistics.projected)  # @eq-vfe
-    raised = noise + jnp.maximum(sums.variance - jnp.trace(sums.gram), 0.0)
-    C = sums.gram / raised
-    explained = inverse_lower(cholesky(C, "I + A Aᵀ / (σ² + t)", 1.0)) @ sums.projected / raised
-    log_det = sums.rows * jnp.log(2 * jnp.pi * noise) + log_determinant(cholesky(sums.gram / noise, "I + A Aᵀ / σ²", 1.0))
-    quadratic = sums.square / raised - jnp.sum(explained**2)
-    return lower, -0.5 * (sums.projected[0].size * log_det + quadratic)  # @eq-upper-bound
-
-# %% ../nbs/23_sparse_regression.ipynb #c020
+# %% ../nbs/23_sparse_regression.ipynb #c041
 class DTC(PowerEPRegression):
     "The exact evidence of a model whose prior is of rank M, and its posterior: the variational one, without the price, @eq-dtc."
     priced: ClassVar[bool] = False
@@ -402,7 +402,7 @@ def PITC(
     "The partially independent training conditional: power 1 and these blocks."
     return PowerEPRegression(model, inducing, power=1.0, blocks=blocks)
 
-# %% ../nbs/23_sparse_regression.ipynb #c022
+# %% ../nbs/23_sparse_regression.ipynb #c067
 @precise
 def uncollapsed_bound(
     q: InducingPosterior,  # Any q(u), and a model with any likelihood

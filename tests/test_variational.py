@@ -9,11 +9,10 @@ from hypothesis import strategies as st
 from jax.flatten_util import ravel_pytree
 from scipy.stats import multivariate_normal, norm
 
-import gp_thesis as gpt
 from gp_thesis.exact import GP, Exact
 from gp_thesis.fitting import fit
 from gp_thesis.gaussians import kl_divergence, kl_from_cholesky
-from gp_thesis.kernels import RBF, ConstantMean, Matern32, sample_prior
+from gp_thesis.kernels import RBF, ConstantMean, Matern32
 from gp_thesis.likelihoods import Bernoulli, Gaussian, Likelihood
 from gp_thesis.linalg import cholesky
 from gp_thesis.parameters import cast, free, freeze, partition, unwrap
@@ -92,7 +91,7 @@ def test_refining_a_partition_never_lowers_the_divergence(seed):
 def test_conditional_is_what_simulation_says(whiten):
     rng = np.random.default_rng(0)
     Z, Xs = np.array([[0.0], [1.0], [2.5]]), np.array([[0.3], [1.0], [4.0]])
-    kernel, L, S = RBF(0.8, 1.3), None, 400_000
+    kernel, S = RBF(0.8, 1.3), 400_000
     Kuu, Kuf, Kff = (np.asarray(a) for a in (kernel(Z), kernel(Z, Xs), kernel(Xs)))
     L = np.linalg.cholesky(Kuu)
     m, R = rng.normal(size=3), np.tril(rng.normal(size=(3, 3))) * 0.5
@@ -304,8 +303,7 @@ def test_vgp_divergence_is_that_of_its_posterior():
 APPROXIMATIONS = {"MeanField": MeanField, "VGP": VGP, "WhitenedVGP": WhitenedVGP}
 
 
-@pytest.mark.parametrize("name", APPROXIMATIONS)
-@pytest.mark.parametrize("link", ["probit", "logit"])
+@pytest.mark.parametrize("name,link", [("MeanField", "probit"), ("MeanField", "logit"), ("VGP", "logit"), ("WhitenedVGP", "probit")])
 def test_gradients_against_finite_differences(name, link):
     X, y = problem(5)
     approx = APPROXIMATIONS[name](GP(Matern32(0.7, 1.2), Bernoulli(link), ConstantMean(0.1)), 5)
@@ -317,8 +315,8 @@ def test_gradients_against_finite_differences(name, link):
     assert np.allclose(jax.grad(objective)(v), finite, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", APPROXIMATIONS)
-@pytest.mark.parametrize("likelihood", [Bernoulli(), Gaussian(0.2)], ids=["Bernoulli", "Gaussian"])
+@pytest.mark.parametrize("name,likelihood", [("MeanField", Bernoulli()), ("VGP", Bernoulli("logit")), ("WhitenedVGP", Gaussian(0.2))],
+                         ids=["MeanField", "VGP", "WhitenedVGP"])
 def test_single_precision_is_finite_and_close(name, likelihood):
     X, y = problem()
     y = labels(y) if isinstance(likelihood, Bernoulli) else y
@@ -355,10 +353,7 @@ def test_hyperparameters_by_the_bound():
     start = WhitenedVGP(GP(RBF(0.3, 1.0), Bernoulli()), 20)
     result = fit(start, (X, labels(y)), progress=False)
     assert result.converged and result.history.objective[-1] > fit(WhitenedVGP(freeze(start.model), 20), (X, labels(y)), progress=False).history.objective[-1]
-    grid = np.linspace(-5, 5, 7)[:, None]
-    draws = sample_prior(jax.random.key(0), RBF(), grid, 2)
-    assert draws.shape == (2, 7)
-    p, var = result.approx.posterior(X).predict_y(grid)
+    p, var = result.approx.posterior(X).predict_y(np.linspace(-5, 5, 7)[:, None])
     assert np.all((p > 0) & (p < 1)) and np.allclose(var, p * (1 - p))
 
 
@@ -366,9 +361,8 @@ def test_hyperparameters_by_the_bound():
 def test_mistakes_are_named(name):
     kind, (X, y) = APPROXIMATIONS[name], problem()
     approx = kind(model(Gaussian()), 12)
-    for wrong, words in ((dict(num_data=6), "num_data must be 12, the rows of X, got 6"),):
-        with pytest.raises(ValueError, match=words):
-            approx.objective(X, y, **wrong)
+    with pytest.raises(ValueError, match="num_data must be 12, the rows of X, got 6"):
+        approx.objective(X, y, num_data=6)
     with pytest.raises(ValueError, match="X must have the 12 rows .* got 11"):
         approx.objective(X[:-1], y[:-1])
     with pytest.raises(ValueError, match=r"y must have shape \(12,\).* got \(12, 2\)"):
@@ -396,4 +390,4 @@ def test_mistakes_are_named(name):
         with pytest.raises(ValueError, match="X must have the 12 rows"):
             approx.posterior(X[:5])
     assert np.isfinite(approx.objective(X, y, num_data=12))
-    assert isinstance(approx.posterior(X, y), PointPosterior) and isinstance(gpt.Exact, type)
+    assert isinstance(approx.posterior(X, y), PointPosterior)
