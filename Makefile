@@ -30,7 +30,7 @@ test: $(ENVIRONMENT)
 	$(BIN)/python -m tools.site
 	@start=$$(date +%s); GP_THESIS_PROFILE=quick $(BIN)/nbdev-test --n-workers 2 --timing && \
 	    echo "notebooks, quick profile: $$(( $$(date +%s) - start )) s"
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 peers: $(PEERS)
 	.venv-peers/bin/python benchmarks/run.py

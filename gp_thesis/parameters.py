@@ -35,7 +35,9 @@ class Parameter(AbstractUnwrappable):
         self.prior = None if prior is None else NonTrainable(prior)
 
     def unwrap(self) -> Array:
-        return biject_to(self.constraint)(self.unconstrained)
+        v = jnp.asarray(self.unconstrained)
+        wide = jnp.promote_types(v.dtype, jnp.result_type(float))  # numpyro's triangles are filled in the default precision
+        return biject_to(self.constraint)(v.astype(wide)).astype(v.dtype)
 
     @property
     def value(self) -> Array:

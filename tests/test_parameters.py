@@ -93,3 +93,10 @@ def test_prior_in_unconstrained_space_integrates_to_one(make, prior):
 
 def test_prior_parameters_are_not_trainable():
     assert len(jax.tree.leaves(partition(positive(1.0, prior=dist.Gamma(2.0, 1.0)))[0])) == 1
+
+
+def test_every_kind_of_parameter_keeps_its_precision():
+    parameters = [positive(2.0), unit_interval(0.3), free([1.0, -2.0]), lower_triangular(jnp.tril(jnp.ones((3, 3))))]
+    for parameter in parameters:
+        single = cast(parameter, jnp.float32)
+        assert single.value.dtype == jnp.float32 and jnp.allclose(single.value, parameter.value, rtol=1e-6)
