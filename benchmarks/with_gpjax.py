@@ -31,9 +31,8 @@ def vfe(problem):
 
     def read(result):
         value, gradient = result
-        inducing = gradient.inducing_inputs
         found = hyperparameter_gradient(gradient.model, model, problem)
-        return value, found | {"inducing": getattr(inducing, "_unconstrained", inducing)}
+        return value, found | {"inducing": gradient.inducing_inputs.value}
 
     return step, read
 

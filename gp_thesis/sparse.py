@@ -121,9 +121,11 @@ def _project(L, L_inv, Kuf, R, corrected):
 @precise
 def _project_jvp(corrected, primals, tangents):
     (L, L_inv, Kuf, R), (_, _, dK, dR) = primals, tangents
-    A = _solve(L, L_inv, Kuf, corrected)
-    X = L_inv @ (dK @ A.T)  # in reverse two small products and one large one, (L⁻ᵀ G) A
-    return (A @ A.T, A @ R), (X + X.T, L_inv @ (dK @ R) + A @ dR)
+    if corrected:
+        X = L_inv @ (dK @ _solve(L, L_inv, Kuf, True).T)  # in reverse one large product, (L⁻ᵀ G) A
+    else:
+        X = L_inv @ (dK @ Kuf.T) @ L_inv.T  # in reverse (L⁻ᵀ G L⁻¹) Kuf, which spares a checkpoint another A
+    return _project(*primals, corrected), (X + X.T, L_inv @ (dK @ R + Kuf @ dR))
 
 
 @jax.custom_jvp
@@ -262,6 +264,20 @@ def _as_blocks(blocks):
     raise ValueError("blocks must partition the rows: a list of non-empty vectors of row numbers that hold each of "
                      "0, ..., N - 1 exactly once")
 
+
+def _check(approx, X, y):
+    "X and y as arrays, if they fit the approximation; else a ValueError, or a warning if exact regression were cheaper."
+    X, y = check_data(approx.model, X, y)
+    M, D = len(approx.inducing), approx.inducing.num_dims
+    if X.shape[1] != D:
+        raise ValueError(f"X must have {D} columns, as the inducing variables have, got shape {X.shape}")
+    if M > len(X):
+        warnings.warn(f"{M} inducing variables for {len(X)} rows: exact regression costs less", stacklevel=3)
+    expected = sum(map(len, approx.blocks)) if approx.blocks is not None else len(approx.power) if isinstance(approx.power, tuple) else len(X)
+    if expected != len(X):
+        raise ValueError(f"blocks and power are for {expected} rows, but X has {len(X)}")
+    return X, y
+
 # %% ../nbs/23_sparse_regression.ipynb #c038
 class PowerEPRegression(eqx.Module):
     """Power EP for Gaussian noise, in closed form: the objective @eq-pep-objective and the q(u) of @eq-pep-posterior.
@@ -297,7 +313,7 @@ class PowerEPRegression(eqx.Module):
         """The approximation of log p(y) for y (N,) or (N, P) at X (N, D), @eq-pep-objective: at power 0 a lower bound.
 
         Raises ValueError for unusable data, and warns if there are more inducing variables than rows."""
-        X, y = self._check(X, y)
+        X, y = _check(self, X, y)
         if num_data not in (None, len(X)):
             raise ValueError(f"the collapsed objective needs all data at once: num_data must be {len(X)}, the rows of X, got {num_data}")
         return self.objective_from(_statistics(self, _factor(self), X, y))
@@ -305,11 +321,11 @@ class PowerEPRegression(eqx.Module):
     def posterior(self, X, y) -> InducingPosterior:
         "q(f) given y (N,) or (N, P) at X (N, D), @eq-pep-posterior. Raises ValueError for unusable data."
         L = _factor(self)
-        return _posterior(self, L, _statistics(self, L, *self._check(X, y)))
+        return _posterior(self, L, _statistics(self, L, *_check(self, X, y)))
 
     def statistics(self, X, y) -> Statistics:
         "What is needed of some rows of the data; statistics of several parts of the data can be added. With `blocks`: of all rows."
-        return _statistics(self, _factor(self), *self._check(X, y))
+        return _statistics(self, _factor(self), *_check(self, X, y))
 
     def objective_from(self, statistics: Statistics) -> Float[Array, ""]:
         "The objective from the statistics of all data."
@@ -321,19 +337,7 @@ class PowerEPRegression(eqx.Module):
 
     def evidence_interval(self, X, y) -> EvidenceInterval:
         "Bounds of log p(y) from these inducing variables, whatever the power: @eq-vfe below, @eq-upper-bound above."
-        return EvidenceInterval(*_bounds(self, _factor(self), *self._check(X, y)))
-
-    def _check(self, X, y):
-        X, y = check_data(self.model, X, y)
-        M, D = len(self.inducing), self.inducing.num_dims
-        if X.shape[1] != D:
-            raise ValueError(f"X must have {D} columns, as the inducing variables have, got shape {X.shape}")
-        if M > len(X):
-            warnings.warn(f"{M} inducing variables for {len(X)} rows: exact regression costs less", stacklevel=3)
-        expected = sum(map(len, self.blocks)) if self.blocks is not None else len(self.power) if isinstance(self.power, tuple) else len(X)
-        if expected != len(X):
-            raise ValueError(f"blocks and power are for {expected} rows, but X has {len(X)}")
-        return X, y
+        return EvidenceInterval(*_bounds(self, _factor(self), *_check(self, X, y)))
 
 # %% ../nbs/23_sparse_regression.ipynb #c039
 @eqx.filter_jit
