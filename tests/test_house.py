@@ -125,11 +125,12 @@ def test_notebooks_hold_no_error_and_no_path_of_a_machine(top):
 
 
 @pytest.mark.parametrize("profile", ["quick", "paper"])
-def test_settings_name_entries_of_the_catalogue(top, profile):
+def test_settings_name_entries_of_the_catalogue_or_chapters(top, profile):
     settings = configparser.ConfigParser(interpolation=None)
     settings.optionxform = str
     settings.read(top / "settings.ini")
     entries = {entry["id"] for entry in tomllib.loads((top / "nbs" / "catalogue.toml").read_text())["entry"]}
+    entries |= {f"chapter-{path.name[:2]}" for path in (top / "nbs").glob("[0-9]*.ipynb")}  # examples of a chapter's own
     assert "seed" in settings.defaults() and settings.has_section(profile)
     for key in settings[profile]:
         assert "." not in key or any(key.startswith(f"{entry}.") for entry in entries), key
