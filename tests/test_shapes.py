@@ -32,15 +32,15 @@ assert gpt.sample_prior(jax.random.key(0), gpt.RBF(), X, 4).shape == (4, 12)
 gpt.fit(approx, (X, X), steps=2, progress=False)
 model, classes = gpt.GP(gpt.RBF(), gpt.Gaussian(0.1)), gpt.GP(gpt.RBF(), gpt.Bernoulli())
 labels = jnp.asarray(rng.integers(0, 2, 12), float)
-for inducing in (gpt.InducingPoints(X[:4]), gpt.GaussianWindow(X[:4], 0.1), gpt.Wavelet(X[:4], 0.1, [1.0, 2.0])):
-    for approx in (gpt.VFE(model, inducing), gpt.FITC(model, inducing), gpt.DTC(model, inducing),
-                   gpt.PowerEPRegression(model, inducing, 0.5, [range(5), range(5, 12)])):
-        for y in (X[:, 0], X):
-            assert approx.objective(X, y).shape == () and len(approx.evidence_interval(X, y)) == 2
-            post, P = approx.posterior(X, y), y.shape[1:]
-            assert post.covariance(Xs, X).shape == (*P, 5, 12) and post.sample(jax.random.key(0), Xs, 3).shape == (3, 5, *P)
-            assert all(a.shape == (5, *P) for a in (*post.marginals(Xs), *post.predict_y(Xs)))
-            assert gpt.uncollapsed_bound(post, X, y).shape == () and post.inducing_mean.shape == (4, *P)
+points, blocks = gpt.InducingPoints(X[:4]), [range(5), range(5, 12)]
+for approx, y in ((gpt.VFE(model, points), X), (gpt.VFE(model, gpt.GaussianWindow(X[:4], 0.1)), X[:, 0]),
+                  (gpt.VFE(model, gpt.Wavelet(X[:4], 0.1, [1.0, 2.0])), X), (gpt.FITC(model, points), X[:, 0]),
+                  (gpt.DTC(model, points), X), (gpt.PowerEPRegression(model, points, 0.5, blocks), X)):
+    assert approx.objective(X, y).shape == () and len(approx.evidence_interval(X, y)) == 2
+    post, P = approx.posterior(X, y), y.shape[1:]
+    assert post.covariance(Xs, X).shape == (*P, 5, 12) and post.sample(jax.random.key(0), Xs, 3).shape == (3, 5, *P)
+    assert all(a.shape == (5, *P) for a in (*post.marginals(Xs), *post.predict_y(Xs)))
+    assert gpt.uncollapsed_bound(post, X, y).shape == () and post.inducing_mean.shape == (4, *P)
 for approx in (gpt.VGP(classes, 12), gpt.WhitenedVGP(classes, 12), gpt.MeanField(classes, 12)):
     assert approx.objective(X, labels).shape == ()
     post = approx.posterior(X, labels)
