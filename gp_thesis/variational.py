@@ -207,15 +207,20 @@ def _conditional_variances(model, X):
     return L, K_inv, 1 / diagonal
 
 
+def _factors(approx, X, y):
+    "L, s_i², the centres m(x_i) + a_i, and log Z_i, mean and variance of every factor, @eq-mean-field-factor."
+    L, _, s2 = _conditional_variances(approx.model, X)
+    centre = approx.model.mean.evaluate(X) + approx.a
+    return L, s2, centre, tilted_moments(approx.model.likelihood, centre, s2, y)
+
+
 @eqx.filter_jit
 @precise
 def _mean_field_bound(approx, X, y):
-    model, a = (approx := unwrap(approx)).model, approx.a
-    L, _, s2 = _conditional_variances(model, X)
-    prior_mean = model.mean.evaluate(X)
-    log_Z, mu, _ = tilted_moments(model.likelihood, prior_mean + a, s2, y)
-    mu = mu - prior_mean
-    entropic = jnp.sum(log_Z + 0.5 * jnp.log(s2) + 0.5 * (mu - a) ** 2 / s2)
+    approx = unwrap(approx)
+    L, s2, centre, (log_Z, mu, _) = _factors(approx, X, y)
+    entropic = jnp.sum(log_Z + 0.5 * jnp.log(s2) + 0.5 * (mu - centre) ** 2 / s2)
+    mu = mu - approx.model.mean.evaluate(X)
     return entropic - 0.5 * (jnp.sum(solve_lower(L, mu) ** 2) + log_determinant(L))  # @eq-mean-field-bound
 
 
@@ -251,12 +256,10 @@ class MeanFieldPosterior(PointPosterior):
 @eqx.filter_jit
 @precise
 def _mean_field_posterior(approx, X, y):
-    model, a = (approx := unwrap(approx)).model, approx.a
-    L, _, s2 = _conditional_variances(model, X)
-    prior_mean = model.mean.evaluate(X)
-    _, mu, v = tilted_moments(model.likelihood, prior_mean + a, s2, y)
-    return MeanFieldPosterior(model, X, L, solve_lower(L, mu - prior_mean), solve_lower(L, jnp.diag(jnp.sqrt(v))),
-                              y, prior_mean + a, s2)
+    model = (approx := unwrap(approx)).model
+    L, s2, centre, (_, mu, v) = _factors(approx, X, y)
+    m = solve_lower(L, mu - model.mean.evaluate(X))
+    return MeanFieldPosterior(model, X, L, m, solve_lower(L, jnp.diag(jnp.sqrt(v))), y, centre, s2)
 
 
 @eqx.filter_jit

@@ -65,7 +65,7 @@ def test_closed_form_is_the_formula_written_out(case, inducing, mean):
     objective, m, S = written_out(model, variables, X, y, power, blocks or np.arange(len(X))[:, None])
     post = approx.posterior(X, y)
     assert jnp.allclose(approx.objective(X, y), objective, rtol=1e-9, atol=1e-9)
-    assert jnp.allclose(post.inducing_mean, m, atol=1e-8) and jnp.allclose(post.inducing_covariance, S, atol=1e-8)
+    assert jnp.allclose(post.inducing_mean, m, rtol=0, atol=1e-8) and jnp.allclose(post.inducing_covariance, S, rtol=0, atol=1e-8)
 
 
 @pytest.mark.parametrize("kernel", [gpt.RBF, gpt.Matern52])
@@ -103,8 +103,8 @@ def test_dtc_is_the_evidence_of_a_low_rank_prior_with_the_variational_posterior(
     Kuf = model.kernel(X[:6], X)
     Q = Kuf.T @ jnp.linalg.solve(model.kernel(X[:6]), Kuf)
     dtc, vfe = DTC(model, InducingPoints(X[:6])), VFE(model, InducingPoints(X[:6]))
-    assert jnp.allclose(dtc.objective(X, y), log_density(y, 0.0, Q, diagonal=NOISE), atol=1e-8)
-    assert jnp.allclose(vfe.objective(X, y), dtc.objective(X, y) - jnp.trace(model.kernel(X) - Q) / (2 * NOISE), atol=1e-8)
+    assert jnp.allclose(dtc.objective(X, y), log_density(y, 0.0, Q, diagonal=NOISE), rtol=0, atol=1e-8)
+    assert jnp.allclose(vfe.objective(X, y), dtc.objective(X, y) - jnp.trace(model.kernel(X) - Q) / (2 * NOISE), rtol=0, atol=1e-8)
     assert jnp.allclose(dtc.posterior(X, y).covariance(X), vfe.posterior(X, y).covariance(X))
 
 
@@ -123,7 +123,7 @@ def test_bounds_enclose_the_evidence_tighten_with_M_and_leave_the_kl(seed):
         last = lower
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(20))
 def test_optimised_bound_stays_below_the_evidence_and_grows_with_M(seed):
     model, X, y = problem(seed, rows=25, columns=1)
     fixed, last, Z = gpt.freeze(model), -jnp.inf, X[:2]
@@ -140,7 +140,7 @@ def test_outputs_share_q_and_add_up():
     Y = jnp.stack([y, y**2, -y], axis=1)
     for approx in (VFE(model, InducingPoints(X[:8])), FITC(model, InducingPoints(X[:8])),
                    PITC(model, InducingPoints(X[:8]), blocks_of(len(X)))):
-        assert jnp.allclose(approx.objective(X, Y), sum(approx.objective(X, column) for column in Y.T))
+        assert jnp.allclose(approx.objective(X, Y), sum(approx.objective(X, column) for column in Y.T), rtol=1e-10)
         post = approx.posterior(X, Y)
         for p, column in enumerate(Y.T):
             alone = approx.posterior(X, column)
@@ -224,6 +224,23 @@ def test_uncollapsed_bound_is_greatest_at_the_collapsed_q_and_minibatches_are_un
     assert jnp.allclose(jnp.mean(jnp.stack(parts)), bound, rtol=1e-10)
     outputs = VFE(model, InducingPoints(X[:7])), jnp.stack([y, -2 * y], axis=1)
     assert jnp.allclose(uncollapsed_bound(outputs[0].posterior(X, outputs[1]), X, outputs[1]), outputs[0].objective(X, outputs[1]))
+
+
+def test_gradient_of_the_uncollapsed_bound_is_finite_differences():
+    model, X, y = problem(mean=gpt.ConstantMean(0.2))
+    q = VFE(model, InducingPoints(X[:5] + 0.1)).posterior(X[:9], y[:9])  # not the optimum for all rows; no kink at the data
+    parts = lambda q: (q.m, q.S_factor, q.model.kernel, q.model.likelihood, q.inducing.Z)
+    flat, unravel = ravel_pytree(parts(q))
+    bound = jax.jit(lambda v: uncollapsed_bound(eqx.tree_at(parts, q, unravel(v)), X, y))
+    differences = jnp.stack([(bound(flat + s) - bound(flat - s)) / 2e-6 for s in 1e-6 * jnp.eye(len(flat))])
+    assert jnp.abs(jax.grad(bound)(flat) - differences).max() < 1e-6 * jnp.abs(differences).max()
+
+
+def test_large_blocks_are_the_formula_written_out():
+    model, X, y = problem(rows=260)
+    blocks = blocks_of(260, number=2)  # 130 rows: factorised by blocks, two at a time
+    approx = PowerEPRegression(model, InducingPoints(X[:7]), 0.5, blocks)
+    assert jnp.allclose(approx.objective(X, y), written_out(model, InducingPoints(X[:7]), X, y, 0.5, blocks)[0], rtol=1e-10)
 
 
 def test_duplicated_inducing_points_change_nothing():
