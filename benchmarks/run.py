@@ -20,7 +20,7 @@ from report import OURS, compare, disagreements, show, speed_ratio, write
 LIBRARIES = ("gpflow", "gpytorch", "gpjax", "sklearn", OURS)
 DTYPES = ("float64", "float32")
 CORES = 2
-MEMORY = {"exact": (10_000, 6.0), "streamed": (1_000_000, 2.0)}  # rows and the limit in GiB
+MEMORY = {"exact": (10_000, 6.0), "streamed": (1_000_000, 2.0), "stochastic": (1_000_000, 1.0)}  # rows and the limit in GiB
 ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "3"}
 
 
@@ -97,9 +97,11 @@ def measure_memory(options) -> list[str]:
             wrong.append(f"memory, {name}: {measured['error']}")
             continue
         stages = {"one pass over the rows": measured["pass"]} if "pass" in measured else {}
-        for stage, result in {**stages, "objective and gradient": measured}.items():
-            print(f"memory, {name}, N={rows}, D=8, float64: {stage}: peak {result['peak']:.2f} GiB "
+        for stage, result in {**stages, measured.get("stage", "objective and gradient"): measured}.items():
+            print(f"memory, {name}, N={rows}, D=8, {measured.get('dtype', 'float64')}: {stage}: peak {result['peak']:.2f} GiB "
                   f"(limit {limit:.0f}) in {result['seconds']:.1f} s")
+        if "disk" in measured:
+            print(f"memory, {name}: {1e3 * measured['disk']['step']:.2f} ms a step, {1e3 * measured['memory']['step']:.2f} ms with the data in memory")
         wrong += [f"memory, {name}: {measured['peak']:.2f} GiB"] if measured["peak"] > limit else []
         found[name] = {"limit": limit, **measured}
     if options.write:

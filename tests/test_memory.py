@@ -1,9 +1,11 @@
-"Memory at full size, in processes of their own: exact regression on ten thousand rows, the sparse bound on a million."
+"Memory at full size, in processes of their own: exact regression on ten thousand rows, the sparse bound and a fit on a million."
 import json
 import math
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "memory.py"
 
@@ -33,3 +35,16 @@ def test_a_million_rows_stream_within_the_limit():
     assert len(numbers(measured)) == 1 + 8 + 1 + 1 + 200 * 8
     assert math.isclose(measured["pass"]["objective"], measured["objective"], rel_tol=1e-9)
     assert measured["pass"]["peak"] <= 2.0 and measured["peak"] <= 2.0  # GiB; batches from disk, then the gradient in memory
+
+
+def test_a_fit_to_a_million_rows_on_disk_takes_no_more_memory_and_hardly_more_time_than_to_fewer_rows_and_in_memory():
+    few, many = measure("stochastic", 50_000), measure("stochastic", 1_000_000)
+    assert many["peak"] <= 1.0  # GiB
+    for measured in (few, many):
+        assert measured["disk"]["objective"] == measured["memory"]["objective"]  # the same rows, the same arithmetic
+        assert measured["disk"]["step"] < 1.5 * measured["memory"]["step"]       # loose: others use this machine
+    if None in many["private"]:
+        pytest.skip("this system does not tell a process's own pages from those of its files")
+    data = 1_000_000 * 9 * 4 / 2**30
+    assert max(many["private"][2:]) - min(many["private"][2:]) < data / 2        # flat, once the first steps have been taken
+    assert abs(many["private"][-1] - few["private"][-1]) < data / 2              # whatever the number of rows
