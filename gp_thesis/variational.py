@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from .exact import GP, Posterior, check_data
+from .exact import GP, Posterior, check_data, observed_shape
 from .gaussians import kl_from_cholesky
 from .kernels import check_inputs
 from .likelihoods import Likelihood
@@ -125,13 +125,16 @@ def zeros_for(
     if not isinstance(model, GP):
         raise ValueError(f"model must be a gp_thesis GP, got {type(model).__name__}")
     check_count(num_data, "num_data"), check_count(num_latents, "num_latents")
+    if num_latents != (model.likelihood.num_latents or num_latents):
+        raise ValueError(f"{type(model.likelihood).__name__} looks at {model.likelihood.num_latents} latent functions at once: "
+                         f"num_latents must be that, got {num_latents}")
     leaves = jax.tree.leaves(eqx.filter(model, eqx.is_inexact_array))
     return jnp.zeros((num_data,) if num_latents == 1 else (num_data, num_latents), jnp.result_type(*leaves or [float]))
 
 
 def check_all_data(
     model: GP,
-    shape: tuple,  # (N,) or (N, P), what y must look like
+    shape: tuple,  # (N,) or (N, P), of the latent functions at the data
     X,  # Inputs, (N, D)
     y=None,  # Observations, where they are needed
     num_data: int | None = None,  # What a caller says N is
@@ -146,8 +149,8 @@ def check_all_data(
         raise ValueError(f"all data are needed at once: num_data must be {len(X)}, the rows of X, got {num_data}")
     if len(X) != shape[0]:
         raise ValueError(f"X must have the {shape[0]} rows that the approximation has parameters for, got {len(X)}")
-    if y is not None and y.shape != shape:
-        raise ValueError(f"y must have shape {shape}, one value for each data point and latent function, got {y.shape}")
+    if y is not None and y.shape != observed_shape(model, shape):
+        raise ValueError(f"y must have shape {observed_shape(model, shape)}, to fit latent functions of shape {shape}, got {y.shape}")
     return X, y
 
 # %% ../nbs/20_variational.ipynb #c027
@@ -318,7 +321,7 @@ class VGP(eqx.Module):
 
     @property
     def shape(self) -> tuple:
-        "(N,) or (N, P), the shape of y."
+        "(N,) or (N, P), of the latent functions at the data."
         return unwrap(self.targets).shape
 
 # %% ../nbs/20_variational.ipynb #c039
