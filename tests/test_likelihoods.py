@@ -1,15 +1,19 @@
-"The likelihood base, the Gaussian and the Bernoulli, against adaptive quadrature, SciPy's densities, finite differences and draws."
+"The likelihoods, against adaptive quadrature, fine grids, SciPy's densities and optimisers, finite differences and draws."
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.flatten_util import ravel_pytree
 from numpyro.distributions import constraints
 from scipy.integrate import quad
-from scipy.special import expit, log_expit, log_ndtr, ndtr
-from scipy.stats import norm, t
+from scipy.optimize import minimize
+from scipy.special import expit, gammaln, log_expit, log_ndtr, logsumexp, ndtr, softmax
+from scipy.stats import beta, expon, gamma, norm, t
 
-from gp_thesis.likelihoods import Bernoulli, Gaussian, Likelihood
+from gp_thesis.likelihoods import (Bernoulli, Beta, Exponential, Gamma, Gaussian, Likelihood, LogRate, Poisson, RobustMax,
+                                   Softmax, StudentT, log_omega, log_sum_exp_bound)
 from gp_thesis.parameters import Parameter, cast, partition, positive, unwrap
 
 
@@ -265,3 +269,299 @@ def test_bernoulli_links_and_labels_are_checked():
     for labels, first in (([1, -1], r"y\[1\] = -1"), ([0.5, 1.0], r"y\[0\] = 0.5"), ([0, np.nan], r"y\[1\] = nan")):
         with pytest.raises(ValueError, match=f"y must hold labels 0 or 1 for the likelihood Bernoulli, .*{first}"):
             Bernoulli().check(labels)
+
+
+def normal_grid(count=20_001, reach=12.0):
+    t = np.linspace(-reach, reach, count)
+    return t, np.log(t[1] - t[0]) - 0.5 * t**2 - 0.5 * np.log(2 * np.pi)
+
+
+def poisson(f, y, binsize):
+    return y * (f + np.log(binsize)) - binsize * np.exp(f) - gammaln(y + 1)
+
+
+# A likelihood, its log density by other means, draws of y given f, and an observation.
+ONE = {
+    "poisson 0": (Poisson(), lambda f: poisson(f, 0, 1), lambda f, rng: rng.poisson(np.exp(f)), 0.0),
+    "poisson 7": (Poisson(2.5), lambda f: poisson(f, 7, 2.5), lambda f, rng: rng.poisson(2.5 * np.exp(f)), 7.0),
+    "poisson 400": (Poisson(), lambda f: poisson(f, 400, 1), lambda f, rng: rng.poisson(np.exp(f)), 400.0),
+    "exponential": (Exponential(), lambda f: expon.logpdf(0.7, scale=np.exp(-f)), lambda f, rng: rng.exponential(np.exp(-f)), 0.7),
+    "exponential 0": (Exponential(), lambda f: f, lambda f, rng: rng.exponential(np.exp(-f)), 0.0),
+    "gamma": (Gamma(3.3), lambda f: gamma.logpdf(0.7, 3.3, scale=np.exp(-f)), lambda f, rng: rng.gamma(3.3, np.exp(-f)), 0.7),
+    "beta": (Beta(4.0), lambda f: beta.logpdf(0.3, 4 * ndtr(f), 4 * ndtr(-f)), lambda f, rng: rng.beta(4 * ndtr(f), 4 * ndtr(-f)), 0.3),
+    "student": (StudentT(0.8, df=5.0), lambda f: t.logpdf(0.3, 5.0, f, 0.8), lambda f, rng: f + 0.8 * rng.standard_t(5.0, np.shape(f)), 0.3),
+}
+
+
+@pytest.mark.parametrize("case", ONE)
+@pytest.mark.parametrize("mean,var", [(0.0, 0.5), (-1.2, 0.05), (0.8, 1.5)])
+def test_integrals_of_one_latent_against_a_fine_grid(case, mean, var):
+    likelihood, log_density, _, y = ONE[case]
+    likelihood = unwrap(likelihood)
+    grid, log_weight = normal_grid(40_001, reach=45.0)
+    f = mean + np.sqrt(var) * grid
+    inside = np.abs(f) < 5                                      # where the comparison itself can be trusted
+    assert np.allclose(likelihood.log_density(f[inside], y), log_density(f[inside]), rtol=1e-9, atol=1e-9)
+    with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+        expected = np.sum(np.where(log_weight > -70, np.exp(log_weight) * log_density(f), 0.0))
+        density = logsumexp(np.nan_to_num(log_weight + log_density(f), nan=-np.inf))
+    closed = isinstance(likelihood, LogRate)
+    assert np.isclose(likelihood.variational_expectations(mean, var, y), expected, rtol=1e-9 if closed else 1e-4, atol=1e-12 if closed else 2e-4)
+    assert np.isclose(likelihood.predictive_log_density(mean, var, y), density, rtol=0, atol=1e-6 if closed else 4e-3)
+
+
+@pytest.mark.parametrize("case", ["poisson 7", "exponential", "gamma", "beta", "student"])
+def test_moments_of_one_latent_against_draws_and_the_base_class(case):
+    likelihood, _, draw, _ = ONE[case]
+    likelihood, mean, var, rng = unwrap(likelihood), 0.3, 0.2, np.random.default_rng(0)
+    y = draw(mean + np.sqrt(var) * rng.normal(size=1_000_000), rng)
+    y_mean, y_var = likelihood.predict_mean_and_var(mean, var)
+    assert abs(y.mean() - y_mean) < 5 * y.std() / 1000
+    assert abs(y.var() - y_var) < 5 * ((y - y.mean()) ** 2).std() / 1000
+    for ours, theirs in zip((y_mean, y_var), Likelihood.predict_mean_and_var(likelihood, mean, var)):
+        assert np.isclose(ours, theirs, rtol=1e-6)
+
+
+def test_a_large_count_needs_nodes_about_the_mode():
+    grid, log_weight = normal_grid(400_001)
+    for y in (30.0, 1000.0):
+        exact = logsumexp(log_weight + poisson(2.0 + grid, y, 1))
+        assert abs(Poisson().predictive_log_density(2.0, 1.0, y) - exact) < 1e-9
+        assert abs(Likelihood.predictive_log_density(Poisson(), 2.0, 1.0, y) - exact) > 0.1
+    for a in (-700.0, -3.0, 0.0, 1.0, 1.5, 20.0, 1e6):
+        u = float(log_omega(jnp.asarray(a)))
+        assert np.isclose(u + np.exp(u), a, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("case", ONE)
+def test_derivatives_of_the_log_density_are_moments(case):
+    "Slope and curvature in the mean are those of the tilted distribution, from a grid: what expectation propagation reads off."
+    likelihood, log_density, _, y = ONE[case]
+    likelihood, mean, var = unwrap(likelihood), 0.4, 0.6
+    grid, log_weight = normal_grid()
+    f = mean + np.sqrt(var) * grid
+    with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+        log_tilted = log_weight + log_density(f)
+    p = np.exp(log_tilted - logsumexp(log_tilted))
+    m1 = np.sum(p * f)
+    v1 = np.sum(p * (f - m1) ** 2)
+    log_z = lambda m: likelihood.predictive_log_density(m, var, y)
+    assert np.isclose(jax.grad(log_z)(mean), (m1 - mean) / var, rtol=1e-3, atol=1e-5)
+    assert np.isclose(jax.grad(jax.grad(log_z))(mean), (v1 - var) / var**2, rtol=5e-3, atol=1e-3)
+    in_var = jax.grad(lambda v: likelihood.predictive_log_density(mean, v, y))(var)
+    assert np.isclose(in_var, 0.5 * ((v1 + (m1 - mean) ** 2) / var**2 - 1 / var), rtol=5e-3, atol=1e-3)
+
+
+EXTREMES = np.array([(m, v) for m in (-50.0, -10.0, 0.0, 3.0, 50.0) for v in (1e-8, 1e-3, 1.0, 10.0)]).T
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
+@pytest.mark.parametrize("likelihood,ys", [
+    (Poisson(2.0), [0, 1, 200]), (Exponential(), [0, 0.5, 30]), (Gamma(2.5), [1e-6, 0.5, 30]),
+    (Beta(3.0), [1e-6, 0.5, 1 - 1e-6]), (StudentT(0.3, 3.0), [-100.0, 0.0]),
+], ids=lambda x: type(x).__name__)
+def test_two_derivatives_are_finite_far_out(likelihood, ys, dtype):
+    likelihood = unwrap(cast(likelihood, dtype))
+    mean, var, y = (jnp.asarray(a.ravel(), dtype) for a in np.broadcast_arrays(*EXTREMES, np.array(ys)[:, None]))
+    for method in (likelihood.variational_expectations, likelihood.predictive_log_density):
+        @jax.jit
+        def derivatives(mean, var):
+            gradient = jax.grad(lambda m, v: method(m, v, y).sum(), argnums=(0, 1))
+            return method(mean, var, y), gradient(mean, var), jax.jvp(lambda m: gradient(m, var), (mean,), (jnp.ones_like(mean),))[1]
+
+        for array in jax.tree.leaves(derivatives(mean, var)):
+            assert array.dtype == dtype and array.shape == mean.shape and np.isfinite(array).all()
+    assert all(moment.dtype == dtype for moment in likelihood.predict_mean_and_var(mean, var))
+
+
+@pytest.mark.parametrize("case", ONE)
+def test_entry_by_entry_over_outputs_and_under_vmap(case):
+    likelihood, _, _, y = ONE[case]
+    likelihood, rng = unwrap(likelihood), np.random.default_rng(2)
+    mean, var, ys = jnp.asarray(rng.normal(size=(4, 3))), jnp.asarray(rng.uniform(0.1, 1, (4, 3))), jnp.full((4, 3), y)
+    for method in (likelihood.variational_expectations, likelihood.predictive_log_density):
+        together = method(mean, var, ys)
+        assert together.shape == (4, 3)
+        assert np.allclose(together, jax.vmap(jax.vmap(method))(mean, var, ys)) and np.isclose(together[2, 1], method(mean[2, 1], var[2, 1], y))
+
+
+def test_exponential_is_gamma_with_shape_one_and_parameters_train():
+    mean, var, y = jnp.array([0.3, -1.0]), jnp.array([0.2, 2.0]), jnp.array([0.5, 4.0])
+    one = unwrap(Gamma(1.0))
+    for method in ("variational_expectations", "predictive_log_density"):
+        assert np.allclose(getattr(Exponential(), method)(mean, var, y), getattr(one, method)(mean, var, y))
+    for ours, theirs in zip(Exponential().predict_mean_and_var(mean, var), one.predict_mean_and_var(mean, var)):
+        assert np.allclose(ours, theirs)
+    assert [len(jax.tree.leaves(partition(likelihood)[0])) for likelihood in (Gamma(), Beta(), StudentT(), Poisson(), RobustMax(3))] == [1, 1, 1, 0, 0]
+    for likelihood, y in ((Gamma([0.7, 2.0]), [0.4, 3.0]), (Beta(2.0), [0.4, 0.9]), (StudentT(0.5), [0.4, -3.0])):
+        for method in ("variational_expectations", "predictive_log_density"):
+            moving, rest = partition(likelihood)
+            total = jax.jit(lambda moving: getattr(unwrap(eqx.combine(moving, rest)), method)(mean, var, jnp.asarray(y)).sum())
+            flat, unravel = ravel_pytree(moving)
+            gradient = ravel_pytree(jax.grad(total)(moving))[0]
+            step = 1e-5 * np.eye(len(flat))
+            finite = [(total(unravel(flat + s)) - total(unravel(flat - s))) / 2e-5 for s in step]
+            assert np.allclose(gradient, finite, rtol=1e-4, atol=1e-7)
+
+
+def test_student_moments_exist_where_they_do():
+    mean, var = jnp.array([0.0, 1.0]), jnp.array([0.5, 0.5])
+    assert np.allclose(unwrap(StudentT(2.0, df=3.0)).predict_mean_and_var(mean, var)[1], 0.5 + 4 * 3)
+    infinite = unwrap(StudentT(2.0, df=2.0)).predict_mean_and_var(mean, var)
+    assert np.allclose(infinite[0], mean) and np.isposinf(infinite[1]).all()
+    assert all(np.isnan(moment).all() for moment in unwrap(StudentT(df=1.0)).predict_mean_and_var(mean, var))
+    many = unwrap(StudentT(0.7, df=1e6))
+    assert np.allclose(many.log_density(mean, 0.4), unwrap(Gaussian(0.49)).log_density(mean, 0.4), atol=1e-5)
+
+
+def largest(mean, var, y):
+    "Probability that entry y is the largest, from a fine grid over its own value."
+    grid, log_weight = normal_grid()
+    f = mean[y] + np.sqrt(var[y]) * grid
+    others = [i for i in range(len(mean)) if i != y]
+    return np.exp(logsumexp(log_weight + log_ndtr((f[:, None] - mean[others]) / np.sqrt(var[others])).sum(1)))
+
+
+@pytest.mark.parametrize("classes,atol", [(2, 1e-6), (3, 1e-5), (10, 1e-4)])
+def test_robust_max_against_a_fine_grid_and_draws(classes, atol):
+    rng = np.random.default_rng(classes)
+    mean, var, y = rng.normal(size=(8, classes)), rng.uniform(0.5, 1.0, (8, classes)), rng.integers(0, classes, 8)
+    likelihood = RobustMax(classes, epsilon=0.02)
+    S = np.array([largest(*row) for row in zip(mean, var, y)])
+    assert np.allclose(likelihood.probability_largest(mean, var, y), S, atol=atol)
+    hit, miss = 0.98, 0.02 / (classes - 1)
+    assert np.allclose(likelihood.variational_expectations(mean, var, y), S * np.log(hit) + (1 - S) * np.log(miss), atol=20 * atol)
+    assert np.allclose(likelihood.predictive_log_density(mean, var, y), np.log(S * hit + (1 - S) * miss), atol=20 * atol)
+    f = mean + np.sqrt(var) * rng.normal(size=(40_000, 8, classes))
+    terms = np.asarray(likelihood.log_density(f, y))
+    assert terms.shape == (40_000, 8)
+    assert np.all(np.abs(terms.mean(0) - likelihood.variational_expectations(mean, var, y)) < 5 * terms.std(0) / 200 + 1e-3)
+    p, p_var = likelihood.predict_mean_and_var(jnp.asarray(mean), jnp.asarray(var))
+    assert np.allclose(p, likelihood.conditional_mean(f).mean(0), atol=0.015) and np.allclose(p_var, p * (1 - p))
+    assert np.allclose(p.sum(1), 1, atol=classes * atol) and np.allclose(np.log(p[np.arange(8), y]), likelihood.predictive_log_density(mean, var, y))
+    if classes == 2:
+        other = 1 - y
+        rows = np.arange(8)
+        assert np.allclose(S, ndtr((mean[rows, y] - mean[rows, other]) / np.sqrt(var.sum(1))), atol=1e-9)
+
+
+@pytest.mark.parametrize("likelihood", [RobustMax(3), Softmax(3)], ids=["robust", "softmax"])
+def test_multiclass_gradients_against_finite_differences(likelihood):
+    rng = np.random.default_rng(3)
+    mean, var, y = jnp.asarray(rng.normal(size=(4, 3))), jnp.asarray(rng.uniform(0.3, 1.5, (4, 3))), jnp.array([0, 2, 1, 1])
+    for method in ("variational_expectations", "predictive_log_density"):
+        total = jax.jit(lambda mean, var: getattr(likelihood, method)(mean, var, y).sum())
+        gradients = jax.grad(total, argnums=(0, 1))
+        for argument in (0, 1):
+            step = 1e-5 * np.eye(12).reshape(12, 4, 3)
+            moved = lambda s: (mean + s, var) if argument == 0 else (mean, var + s)
+            finite = [(total(*moved(s)) - total(*moved(-s))) / 2e-5 for s in step]
+            assert np.allclose(gradients(mean, var)[argument].ravel(), finite, rtol=1e-5, atol=1e-8)
+        curvature = jax.jvp(lambda m: gradients(m, var)[0], (mean,), (jnp.ones_like(mean).at[:, 0].set(3.0),))[1]   # the last step is in it
+        ahead, behind = (gradients(mean + s * jnp.ones_like(mean).at[:, 0].set(3.0), var)[0] for s in (1e-5, -1e-5))
+        assert np.allclose(curvature, (ahead - behind) / 2e-5, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
+@pytest.mark.parametrize("likelihood", [RobustMax(3), Softmax(3)], ids=["robust", "softmax"])
+def test_multiclass_is_finite_far_out(likelihood, dtype):
+    means = np.concatenate([np.array([[s, -s, 0], [0, s, -s], [1, s, 1]]) for s in (0, 1, 50, 1e4)])
+    mean, var = np.tile(means, (6, 1)), np.repeat([1e-30, 1e-8, 1e-3, 1.0, 10.0, 1000.0], 12)[:, None] * np.ones(3)
+    mean, var, y = (jnp.asarray(a, dtype) for a in (mean, var, np.tile([0, 0, 2], 24)))
+    for method in (likelihood.variational_expectations, likelihood.predictive_log_density):
+        @jax.jit
+        def derivatives(mean, var):
+            gradient = jax.grad(lambda m, v: method(m, v, y).sum(), argnums=(0, 1))
+            return method(mean, var, y), gradient(mean, var), jax.jvp(lambda m: gradient(m, var)[0], (mean,), (jnp.ones_like(mean).at[:, 0].set(2),))[1]
+
+        for array in jax.tree.leaves(derivatives(mean, var)):
+            assert array.dtype == dtype and np.isfinite(array).all()
+    p = likelihood.predict_mean_and_var(mean, var)[0]
+    assert likelihood.log_density(mean, y).dtype == dtype and likelihood.conditional_variance(mean).dtype == dtype
+    assert p.dtype == dtype and np.allclose(p.sum(1), 1, atol=1e-4)
+
+
+def test_robust_max_gradient_is_the_same_in_single_precision():
+    rng = np.random.default_rng(4)
+    mean, var, y = rng.normal(size=(50, 10)), rng.uniform(0.1, 1.0, (50, 10)), rng.integers(0, 10, 50)
+    total = lambda mean, var, y: RobustMax(10).variational_expectations(mean, var, y).sum()
+    single, double = (jax.grad(total, argnums=(0, 1))(*(jnp.asarray(a, dtype) for a in (mean, var, y))) for dtype in (jnp.float32, jnp.float64))
+    for ours, theirs in zip(single, double):
+        assert ours.dtype == jnp.float32 and np.allclose(ours, theirs, atol=2e-4)
+
+
+@pytest.mark.parametrize("classes", [2, 3, 10])
+@pytest.mark.parametrize("var", [0.1, 1.0, 10.0, 300.0])
+def test_tilted_bound_is_a_bound_and_the_best_of_its_kind(classes, var):
+    rng = np.random.default_rng(classes)
+    mean, var = 2 * rng.normal(size=(6, classes)), var * rng.uniform(0.3, 1.7, (6, classes))
+    bound = np.asarray(log_sum_exp_bound(jnp.asarray(mean), jnp.asarray(var)))
+    draws = logsumexp(mean + np.sqrt(var) * rng.normal(size=(40_000, 6, classes)), axis=-1)
+    assert np.all(bound > draws.mean(0) - 4 * draws.std(0) / 200)
+    right_side = lambda a, m, v: 0.5 * np.sum(a**2 * v) + logsumexp(m + (0.5 - a) * v)
+    for m, v, b in zip(mean, var, bound):
+        best = min((minimize(right_side, start, args=(m, v), tol=1e-12) for start in (np.full(classes, 1 / classes), softmax(m))), key=lambda r: r.fun)
+        assert abs(b - best.fun) < 1e-6 * max(1, abs(b))
+    jensen = logsumexp(mean + var / 2, axis=1)
+    assert np.all(bound < jensen)
+    for steps in (1, 2):                                           # a bound however early it stops
+        assert np.all(log_sum_exp_bound(jnp.asarray(mean), jnp.asarray(var), steps=steps) >= bound - 1e-9)
+
+
+def test_softmax_probabilities_against_gumbel_noise_and_draws():
+    "An independent road: the largest of f + Gumbel noise has the softmax probabilities."
+    rng = np.random.default_rng(5)
+    mean, var, y = rng.normal(size=(3, 4)), rng.uniform(0.2, 2.0, (3, 4)), np.array([0, 3, 1])
+    f = mean + np.sqrt(var) * rng.normal(size=(400_000, 3, 4))
+    winners = np.argmax(f + rng.gumbel(size=f.shape), axis=-1)
+    frequencies = np.stack([np.mean(winners == c, axis=0) for c in range(4)], axis=1)
+    likelihood = Softmax(4)
+    p, p_var = likelihood.predict_mean_and_var(jnp.asarray(mean), jnp.asarray(var))
+    assert np.allclose(p, frequencies, atol=4e-3) and np.allclose(p.sum(1), 1) and np.allclose(p_var, p * (1 - p))
+    assert np.allclose(likelihood.predictive_log_density(mean, var, y), np.log(p[np.arange(3), y]))
+    assert np.allclose(likelihood.log_density(f[0], y), np.log(softmax(f[0], axis=-1)[np.arange(3), y]))
+    expected = np.mean(likelihood.log_density(f, y), axis=0)
+    bound = likelihood.variational_expectations(mean, var, y)
+    assert np.all(bound < expected) and np.all(bound > expected - 0.2)
+    assert np.array_equal(p, Softmax(4).predict_mean_and_var(jnp.asarray(mean), jnp.asarray(var))[0])
+
+
+@pytest.mark.parametrize("kind", [RobustMax, Softmax])
+def test_labels_and_latents_of_many_classes(kind):
+    likelihood = kind(3)
+    assert likelihood.num_latents == 3 and Gaussian().num_latents is None and Bernoulli().num_latents is None
+    assert np.array_equal(likelihood.check([0, 2, 2]), [0.0, 2.0, 2.0])                     # class 1 is missing: fine
+    for labels, words in (([0, 3], r"y must hold labels 0, \.\.\., 2 .* 1 of 2 .*y\[1\] = 3"), ([-1, 0], r"y\[0\] = -1"), ([0.5], r"y\[0\] = 0.5"),
+                          ([0, np.nan], r"y\[1\] = nan"), (np.eye(3), r"y must have shape \(N,\) .*\(3, 3\).* labels 0, \.\.\., 2"), ([], "at least one row")):
+        with pytest.raises(ValueError, match=words):
+            likelihood.check(labels)
+    for wrong in (1, 0, 2.0, "three", True, None):
+        with pytest.raises(ValueError, match="num_classes must be an integer, at least 2"):
+            kind(wrong)
+    for method in (likelihood.variational_expectations, likelihood.predictive_log_density):
+        with pytest.raises(ValueError, match="one column for each of the 3 classes"):
+            method(jnp.zeros((5, 2)), jnp.ones((5, 2)), jnp.zeros(5))
+    y = jnp.zeros(5)
+    assert likelihood.variational_expectations(jnp.zeros((5, 3)), jnp.ones((5, 3)), y).shape == (5,)
+    assert np.isfinite(jax.grad(lambda m: likelihood.variational_expectations(m, jnp.ones((5, 3)), y).sum())(jnp.zeros((5, 3)))).all()
+
+
+@pytest.mark.parametrize("likelihood,y,words", [
+    (Poisson(), [1, -1], r"y must hold counts 0, 1, 2, \.\.\. .*y\[1\] = -1"), (Poisson(), [1, np.inf], r"y\[1\] = inf"),
+    (Exponential(), [0.0, -0.1], "numbers that are not negative"), (Exponential(), [np.inf], r"y\[0\] = inf"),
+    (Gamma(), [0.0], r"y must hold positive numbers .*y\[0\] = 0"), (Gamma(), [np.nan], r"y\[0\] = nan"),
+    (Beta(), [0.5, 1.0], r"strictly between 0 and 1 .*y\[1\] = 1"), (Beta(), [1.2], r"y\[0\] = 1.2"), (StudentT(), [np.inf], "finite real numbers"),
+])
+def test_support_of_one_latent(likelihood, y, words):
+    with pytest.raises(ValueError, match=words):
+        likelihood.check(y)
+
+
+@pytest.mark.parametrize("make,words", [
+    (lambda: RobustMax(3, epsilon=0.0), "epsilon must be strictly between 0 and 1, got 0.0"), (lambda: RobustMax(3, epsilon=1.0), "got 1.0"),
+    (lambda: Poisson(0.0), "binsize must be positive and finite"), (lambda: Poisson(np.inf), "binsize"), (lambda: StudentT(df=0.0), "df must be positive"),
+    (lambda: StudentT(scale=-1.0), "scale must be positive"), (lambda: Gamma(0.0), "shape must be positive"), (lambda: Beta(-2.0), "scale must be positive"),
+])
+def test_constructors_refuse_what_makes_no_sense(make, words):
+    with pytest.raises(ValueError, match=words):
+        make()
