@@ -15,10 +15,11 @@ from .fitting import Fit, fit
 from .inducing import GaussianWindow, InducingPoints, InducingPosterior, InducingVariables, Wavelet
 from .kernels import (RBF, Constant, ConstantMean, Cosine, Exponential, Kernel, Linear, LinearMean, Matern12, Matern32,
                       Matern52, Mean, Periodic, Polynomial, Product, Sum, White, Wiener, Zero, sample_prior)
-from .likelihoods import Bernoulli, Gaussian, Likelihood
+from .likelihoods import Bernoulli, Beta, Gamma, Gaussian, Likelihood, Poisson, RobustMax, Softmax, StudentT
 from .parameters import (Parameter, cast, free, freeze, log_prior, log_prior_unconstrained, lower_triangular, partition,
                          positive, unfreeze, unit_interval, unwrap)
 from .sparse import DTC, FITC, PITC, VFE, EvidenceInterval, PowerEPRegression, Statistics, uncollapsed_bound
+from .svgp import SVGP, VariationalGaussian, adadelta, kmeans_centres, natural_gradient
 from .variational import VGP, MeanField, PointPosterior, WhitenedVGP
 
 __version__ = "0.1.0"

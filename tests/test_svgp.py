@@ -1,0 +1,636 @@
+"The stochastic bound, natural gradients and the recipe, against formulas written out, Monte Carlo, VGP, VFE and finite differences."
+import equinox as eqx
+import gp_thesis as gpt
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from gp_thesis import sparse, svgp
+from gp_thesis.inducing import GaussianWindow, InducingPoints
+from gp_thesis.parameters import free, lower_triangular
+from gp_thesis.sparse import uncollapsed_bound
+from gp_thesis.svgp import SVGP, adadelta, kmeans_centres, natural_gradient, natural_step
+from jax.flatten_util import ravel_pytree
+from scipy.stats import norm
+
+MEANS = {"linear": gpt.LinearMean([0.3, -0.2])}
+
+
+def inputs(rows=30, columns=2, seed=0):
+    return np.random.default_rng(seed).uniform(0, 4, (rows, columns))
+
+
+def observations(kind, X, P=None, seed=1):
+    random = np.random.default_rng(seed)
+    f = np.sin(2 * X).sum(1) if P is None else np.sin(2 * X).sum(1)[:, None] + np.arange(P)
+    noisy = f + 0.3 * random.normal(size=f.shape)
+    return {"real": noisy, "binary": (noisy > 0.5) * 1.0, "counts": random.poisson(np.exp(noisy / 2)) * 1.0,
+            "fractions": 1 / (1 + np.exp(-noisy))}.get(kind, np.floor(2.5 * X[:, 0] % 3))
+
+
+def factors(P, M, random):
+    "Random lower triangles that are far from the identity."
+    R = np.tril(random.normal(size=(P, M, M)) / np.sqrt(M))
+    R[:, range(M), range(M)] = random.uniform(0.3, 1.2, (P, M))
+    return R
+
+
+def shaken(approx, seed=3):
+    "The same with a random q."
+    random, q = np.random.default_rng(seed), approx.q
+    m, R = q.m.value, q.S_factor.value
+    R_new = factors(1 if R.ndim == 2 else len(R), len(m), random).reshape(R.shape)
+    new = free(jnp.asarray(random.normal(size=m.shape), m.dtype)), lower_triangular(jnp.asarray(R_new, R.dtype))
+    return eqx.tree_at(lambda a: (a.q.m, a.q.S_factor), approx, new)
+
+
+def with_q(approx, m, S_factor):
+    return eqx.tree_at(lambda a: (a.q.m, a.q.S_factor), approx, (free(m), lower_triangular(S_factor)))
+
+
+Z = inputs(6, seed=5)
+OWN = [InducingPoints(inputs(6, seed=seed)) for seed in (5, 6, 7)]
+CASES = {  # likelihood, observations, columns of y, inducing variables, other arguments
+    "one": (gpt.Bernoulli(), "binary", None, InducingPoints(Z), {}),
+    "one, plain": (gpt.Bernoulli("logit"), "binary", None, InducingPoints(Z), {"whiten": False}),
+    "windows": (gpt.Bernoulli(), "binary", None, GaussianWindow(Z, 0.3), {}),
+    "Poisson": (gpt.Poisson(0.5), "counts", None, InducingPoints(Z), {}),
+    "Student": (gpt.StudentT(0.4), "real", None, InducingPoints(Z), {}),
+    "shared": (gpt.Bernoulli(), "binary", 3, InducingPoints(Z), {"num_latents": 3}),
+    "shared, plain": (gpt.Gaussian(0.2), "real", 3, InducingPoints(Z), {"num_latents": 3, "whiten": False}),
+    "own": (gpt.Bernoulli(), "binary", 3, OWN, {}),
+    "own, plain": (gpt.StudentT(0.4), "real", 3, OWN, {"whiten": False}),
+    "robust max": (gpt.RobustMax(3), "classes", None, InducingPoints(Z), {}),
+    "robust max, own": (gpt.RobustMax(3), "classes", None, OWN, {}),
+    "softmax": (gpt.Softmax(3), "classes", None, InducingPoints(Z), {}),
+    "panels": (gpt.Bernoulli(), "binary", 3, InducingPoints(inputs(110, seed=5)), {"num_latents": 3}),
+}
+
+
+def case(name, rows=30, mean="linear"):
+    likelihood, kind, P, inducing, other = CASES[name]
+    X = inputs(rows)
+    model = gpt.GP(gpt.Matern32([0.9, 1.4], 1.3), likelihood, MEANS.get(mean, gpt.Zero()))
+    return shaken(SVGP(model, inducing, **other)), X, observations(kind, X, P)
+
+
+def written_out(approx, X, y):
+    "The bound from inverses of K_uu, without whitening, for each latent function by itself."
+    approx = gpt.unwrap(approx)
+    model, parts = approx.model, approx.parts
+    M = len(parts[0])
+    m, R = approx.q.m.reshape(M, -1), approx.q.S_factor.reshape(-1, M, M)
+    moments, kl = [], 0.0
+    for p in range(m.shape[1]):
+        inducing = parts[p % len(parts)]
+        K, Kuf = inducing.covariance(model.kernel), inducing.cross_covariance(model.kernel, X)
+        L = jnp.linalg.cholesky(K) if approx.whiten else jnp.eye(M)
+        mean_u, S_u = L @ m[:, p], L @ R[p] @ R[p].T @ L.T
+        W = jnp.linalg.solve(K, Kuf)
+        var = model.kernel.evaluate_diag(X) + jnp.sum(W * ((S_u - K) @ W), axis=0)
+        moments.append((model.mean.evaluate(X) + W.T @ mean_u, var))
+        kl += 0.5 * (jnp.trace(jnp.linalg.solve(K, S_u)) + mean_u @ jnp.linalg.solve(K, mean_u) - M
+                     + jnp.linalg.slogdet(K)[1] - jnp.linalg.slogdet(S_u)[1])
+    mean, var = (jnp.stack(a, axis=1) if approx.q.m.ndim == 2 else a[0] for a in zip(*moments))
+    return jnp.sum(model.likelihood.variational_expectations(mean, var, y)) - kl
+
+
+def flat_function(function, approx, *data):
+    "The numbers an optimiser moves, and the value and gradient of `function(approx, *data)` in them, compiled."
+    trainable, rest = gpt.partition(approx)
+    flat, unravel = ravel_pytree(trainable)
+    return flat, jax.jit(jax.value_and_grad(lambda v: function(eqx.combine(unravel(v), rest), *data)))
+
+
+def bound(approx, X, y):
+    return approx.objective(X, y)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bound_and_gradient_are_the_formula_written_out(name):
+    approx, X, y = case(name)
+    flat, ours = flat_function(bound, approx, X, y)
+    value, gradient = ours(flat)
+    truth, slope = flat_function(written_out, approx, jnp.asarray(X), jnp.asarray(y))[1](flat)
+    assert jnp.allclose(value, truth, rtol=1e-8) and jnp.isfinite(value)
+    assert jnp.abs(gradient - slope).max() < 1e-6 * jnp.abs(slope).max()
+    random, step = np.random.default_rng(0), 1e-5
+    for direction in random.normal(size=(4, len(flat))) / np.sqrt(len(flat)):
+        difference = (ours(flat + step * direction)[0] - ours(flat - step * direction)[0]) / (2 * step)
+        assert jnp.abs(gradient @ direction - difference) < 1e-6 * jnp.abs(slope).max()
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "own" not in name])
+def test_bound_is_the_uncollapsed_bound_of_the_posterior(name):
+    approx, X, y = case(name)
+    assert jnp.allclose(approx.objective(X, y), uncollapsed_bound(approx.posterior(), jnp.asarray(X), jnp.asarray(y)), rtol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["shared", "own", "own, plain"])
+def test_independent_outputs_are_single_approximations(name):
+    approx, X, y = case(name)
+    Xs, post, total = inputs(5, seed=9), approx.posterior(), 0.0
+    for p in range(3):
+        alone = SVGP(approx.model, approx.parts[p % len(approx.parts)], whiten=approx.whiten)
+        alone = with_q(alone, approx.q.m.value[:, p], approx.q.S_factor.value[p])
+        total += alone.objective(X, y[:, p])
+        one = alone.posterior()
+        for a, b in zip((*post.marginals(Xs), *post.predict_y(Xs)), (*one.marginals(Xs), *one.predict_y(Xs))):
+            assert jnp.allclose(a[:, p], b, rtol=0, atol=1e-10)
+        assert jnp.allclose(post.covariance(Xs, X)[p], one.covariance(Xs, X), rtol=0, atol=1e-10)
+    assert jnp.allclose(approx.objective(X, y), total, rtol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["one", "shared", "own"])
+def test_plain_coordinates_are_the_whitened_ones_moved_by_L(name):
+    approx, X, y = case(name)
+    L = jnp.stack([jnp.linalg.cholesky(gpt.unwrap(part).covariance(gpt.unwrap(approx.model.kernel))) for part in approx.parts])
+    m, R = approx.q.m.value.reshape(6, -1), approx.q.S_factor.value.reshape(-1, 6, 6)
+    u_mean, u_factor = (L @ m.T[..., None])[..., 0].T.reshape(approx.q.m.value.shape), (L @ R).reshape(approx.q.S_factor.value.shape)
+    inducing = list(approx.inducing) if isinstance(approx.inducing, tuple) else approx.inducing
+    plain = with_q(SVGP(approx.model, inducing, num_latents=m.shape[1], whiten=False), u_mean, u_factor)
+    assert jnp.allclose(plain.objective(X, y), approx.objective(X, y), rtol=1e-10)
+    assert jnp.allclose(plain.posterior().covariance(X), approx.posterior().covariance(X), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("whiten", [True, False])
+@pytest.mark.parametrize("inducing", [InducingPoints(Z), OWN[:2]], ids=["one", "own"])
+def test_q_starts_as_the_prior(inducing, whiten):
+    approx = SVGP(gpt.GP(gpt.Matern32(0.9, 1.3), gpt.Gaussian(0.1), gpt.ConstantMean(0.7)), inducing, whiten=whiten)
+    Xs = inputs(5, seed=9)
+    mean, cov = approx.posterior().mean(Xs), approx.posterior().covariance(Xs)
+    assert jnp.allclose(mean, 0.7, atol=1e-10) and jnp.allclose(cov, approx.model.kernel(Xs), atol=1e-10)
+
+
+# Monte Carlo
+
+def draws(approx, X, number, random):
+    "f(X) (number, N, P) drawn from q by way of u, and log p(u) - log q(u) of each."
+    kernel, M = gpt.unwrap(approx.model.kernel), len(approx.q.m.value)
+    m, R = np.asarray(approx.q.m.value).reshape(M, -1), np.asarray(approx.q.S_factor.value).reshape(-1, M, M)
+    K, Kuf = (np.asarray(kernel.evaluate(Z_, X_)) for Z_, X_ in ((Z, Z), (Z, X)))
+    L, W = np.linalg.cholesky(K), np.linalg.solve(K, Kuf)
+    C = np.linalg.cholesky(np.asarray(kernel.evaluate(X)) - Kuf.T @ W + 1e-12 * np.eye(len(X)))
+    f, log_ratio = np.empty((number, len(X), m.shape[1])), np.zeros(number)
+    for p in range(m.shape[1]):
+        e = random.standard_normal((number, M))
+        v = m[:, p] + e @ R[p].T
+        log_ratio += 0.5 * (e**2).sum(1) - 0.5 * (v**2).sum(1) + np.log(np.diag(R[p])).sum()
+        f[:, :, p] = v @ L.T @ W + random.standard_normal((number, len(X))) @ C.T
+    return f, log_ratio
+
+
+@pytest.mark.parametrize("name", ["one", "robust max"])
+def test_bound_is_the_average_of_a_million_draws(name):
+    approx, X, y = case(name, rows=5, mean="zero")
+    f, log_ratio = draws(approx, X, 10**6, np.random.default_rng(0))
+    if name == "one":
+        log_p = norm.logcdf((2 * y - 1) * f[:, :, 0]).sum(1)
+    else:
+        log_p = np.where(f.argmax(2) == y, np.log(1 - 1e-3), np.log(1e-3 / 2)).sum(1)
+    estimates = log_p + log_ratio
+    error = estimates.std() / 1e3
+    assert abs(estimates.mean() - approx.objective(X, y)) < 4 * error < 0.1
+
+
+# its limits: VGP and VFE
+
+HALF, ONE = natural_gradient(0.5), natural_gradient(1.0)  # each compiled once for a shape
+
+
+def quiet(approx, data, optimiser, steps, **other):
+    return gpt.fit(approx, data, optimiser=optimiser, steps=steps, progress=False, **other).approx
+
+
+VGP_CASES = {"binary": (gpt.Bernoulli(), "binary", None), "outputs": (gpt.Bernoulli("logit"), "binary", 2),
+             "softmax": (gpt.Softmax(3), "classes", None)}
+
+
+@pytest.mark.parametrize("name", VGP_CASES)
+def test_with_the_data_as_inducing_points_it_is_vgp(name):
+    likelihood, kind, P = VGP_CASES[name]
+    X = inputs(20)
+    y, P = observations(kind, X, P), P or likelihood.num_latents or 1
+    model = gpt.GP(gpt.Matern32(0.9, 1.3), likelihood, MEANS["linear"])
+    vgp, approx = gpt.VGP(model, len(X), P), SVGP(model, InducingPoints(X), P)
+    random = np.random.default_rng(0)
+    shape = vgp.shape
+    vgp = eqx.tree_at(lambda a: (a.targets, a.precision), vgp,
+                      (free(random.normal(size=shape)), gpt.positive(random.uniform(0.5, 2, shape))))
+    q = vgp.posterior(X)
+    same = with_q(approx, q.m, jnp.linalg.cholesky(q.S_factor @ jnp.swapaxes(q.S_factor, -1, -2)))
+    assert jnp.allclose(same.objective(X, y), vgp.objective(X, y), rtol=1e-8)
+    best = vgp.fixed_point(X, y, rounds=60, rate=0.7)
+    ours = quiet(same, (X, y), natural_gradient(0.7), 60)
+    assert best.objective(X, y) > vgp.objective(X, y) + 1
+    assert jnp.allclose(ours.objective(X, y), best.objective(X, y), rtol=0, atol=1e-7)
+    assert jnp.allclose(ours.posterior().mean(X), best.posterior(X).mean(X), rtol=0, atol=1e-5)
+
+
+def test_robust_max_with_the_data_as_inducing_points_is_whitened_vgp():
+    X = inputs(20)
+    y, model = observations("classes", X), gpt.GP(gpt.Matern32(0.9, 1.3), gpt.RobustMax(3))
+    approx, vgp = shaken(SVGP(model, InducingPoints(X))), gpt.WhitenedVGP(model, 20, 3)
+    vgp = eqx.tree_at(lambda a: (a.m, a.S_factor), vgp, (approx.q.m, approx.q.S_factor))
+    assert jnp.allclose(approx.objective(X, y), vgp.objective(X, y), rtol=1e-9)
+    post, same = approx.posterior(), vgp.posterior(X)
+    assert jnp.allclose(post.predict_y(inputs(5, seed=9))[0], same.predict_y(inputs(5, seed=9))[0], rtol=0, atol=1e-8)
+
+
+@pytest.mark.parametrize("whiten", [True, False])
+@pytest.mark.parametrize("name", ["one", "shared", "own"])
+def test_one_natural_step_with_gaussian_noise_is_vfe_from_any_start(name, whiten):
+    P = None if name == "one" else 3
+    X, Xs = inputs(), inputs(5, seed=9)
+    y, model = observations("real", X, P), gpt.GP(gpt.Matern32(0.9, 1.3), gpt.Gaussian(0.1), MEANS["linear"])
+    prior = SVGP(model, OWN if name == "own" else OWN[0], num_latents=P, whiten=whiten)
+    approx, other = (quiet(start, (X, y), ONE, 1) for start in (shaken(prior), prior))
+    post, total = approx.posterior(), 0.0
+    assert jnp.allclose(numbers(approx.q), numbers(other.q), rtol=0, atol=1e-8)
+    for p in range(P or 1):
+        vfe = gpt.VFE(model, approx.parts[p % len(approx.parts)])
+        column = y if P is None else y[:, p]
+        truth = vfe.posterior(X, column)
+        total += vfe.objective(X, column)
+        mean, cov = post.mean(Xs), post.covariance(Xs)
+        assert jnp.allclose(mean if P is None else mean[:, p], truth.mean(Xs), rtol=0, atol=1e-8)
+        assert jnp.allclose(cov if P is None else cov[p], truth.covariance(Xs), rtol=0, atol=1e-8)
+    assert jnp.allclose(approx.objective(X, y), total, rtol=1e-10)
+
+
+# natural gradients
+
+def of_covariance(m, S):
+    "Something to maximise that is not quadratic in m, as a function of S itself: its derivative there needs no chain rule."
+    a = jnp.asarray(np.random.default_rng(8).normal(size=(9, len(m))))
+    mean, var = a @ m, jnp.sum(a * (a @ S), axis=1)
+    expected = jnp.sum(gpt.Poisson().variational_expectations(mean / 2, var / 4, jnp.arange(9.0) % 3))
+    return expected - 0.5 * (jnp.trace(S) + m @ m - jnp.linalg.slogdet(S)[1])
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.3])
+def test_natural_step_is_its_definition(gamma):
+    random = np.random.default_rng(4)
+    m, R = jnp.asarray(random.normal(size=5) / 2), jnp.asarray(factors(1, 5, random)[0] / 2)
+    g, G = jax.grad(of_covariance, (0, 1))(m, R @ R.T)
+    m_bar, R_bar = jax.grad(lambda m, R: of_covariance(m, R @ R.T), (0, 1))(m, R)
+    new_m, new_R = natural_step(m, R, m_bar, R_bar + jnp.triu(jnp.ones((5, 5)), 1), jnp.asarray(gamma))
+    precision = np.linalg.inv(R @ R.T) - gamma * (G + G.T)
+    assert np.linalg.eigvalsh(precision).min() > 0  # no halving here
+    assert jnp.allclose(new_R @ new_R.T, np.linalg.inv(precision), rtol=1e-10, atol=1e-12)
+    assert jnp.allclose(new_m, m + gamma * np.linalg.inv(precision) @ g, rtol=1e-10, atol=1e-12)
+    assert jnp.all(jnp.triu(new_R, 1) == 0) and jnp.all(jnp.diag(new_R) > 0)
+
+
+def test_a_step_that_leaves_the_covariances_is_halved_until_it_does_not():
+    random = np.random.default_rng(4)
+    m, R, m_bar = (jnp.asarray(a) for a in (random.normal(size=5), factors(1, 5, random)[0], random.normal(size=5)))
+    W = jnp.tril(random.normal(size=(5, 5)))
+    W = W + W.T
+    W = 5.0 * W / np.linalg.eigvalsh(W).max()  # I - γ W is positive definite for γ < 0.2
+    R_bar = jnp.linalg.solve(R.T, W)
+    R_bar = jnp.tril(R_bar)
+    assert np.linalg.eigvalsh(np.eye(5) - 0.25 * symmetric(R, R_bar)).min() < 0 < np.linalg.eigvalsh(np.eye(5) - 0.125 * symmetric(R, R_bar)).min()
+    halved, plain = (natural_step(m, R, m_bar, R_bar, jnp.asarray(step)) for step in (1.0, 0.125))
+    assert jnp.allclose(halved[0], plain[0], rtol=1e-12) and jnp.allclose(halved[1], plain[1], rtol=1e-12)
+    assert jnp.isfinite(halved[1]).all() and jnp.all(jnp.diag(halved[1]) > 0) and jnp.all(jnp.triu(halved[1], 1) == 0)
+    assert jnp.isnan(natural_step(m, R, m_bar, R_bar.at[2, 1].set(jnp.nan), jnp.asarray(1.0))[1]).any()  # and does not try for ever
+
+
+def symmetric(R, R_bar):
+    W = np.tril(R.T @ R_bar)
+    return W + np.tril(W, -1).T
+
+
+def test_a_log_density_that_is_not_concave_keeps_a_covariance():
+    X, model = inputs(), gpt.GP(gpt.Matern32(0.9, 1.3), gpt.StudentT(0.3))
+    y = np.random.default_rng(0).choice([-1.0, 1.0], 30)  # where f is near zero every datum has a negative precision
+    start = with_q(SVGP(model, InducingPoints(Z)), jnp.zeros(6), 0.3 * jnp.eye(6))
+    R_bar = jax.grad(lambda R: with_q(start, jnp.zeros(6), R).objective(X, y))(0.3 * jnp.eye(6))
+    assert np.linalg.eigvalsh(np.eye(6) - symmetric(0.3 * np.eye(6), R_bar)).min() < 0  # a step of one is too long
+    for size in (ONE, natural_gradient(0.2)):
+        end = quiet(start, (X, y), size, 20)
+        assert jnp.all(jnp.diag(end.q.S_factor.value) > 0) and jnp.isfinite(end.posterior().covariance(X)).all()
+    assert end.objective(X, y) > start.objective(X, y) + 1  # small steps climb
+
+
+def numbers(tree):
+    return ravel_pytree(gpt.partition(gpt.unfreeze(tree))[0])[0]
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_without_another_optimiser_only_q_moves(frozen):
+    approx, X, y = case("one")
+    model, inducing = approx.model, approx.inducing
+    if frozen:
+        approx = eqx.tree_at(lambda a: (a.model, a.inducing), approx, gpt.freeze((model, inducing)))
+    end = quiet(approx, (X, y), HALF, 3)
+    assert jnp.array_equal(numbers((end.model, end.inducing)), numbers((model, inducing)))
+    assert not jnp.allclose(end.q.m.value, approx.q.m.value) and end.objective(X, y) > approx.objective(X, y) + 1
+
+
+@pytest.mark.parametrize("name, rest", [("one", optax.adam(0.01)), ("own, plain", adadelta())], ids=["adam", "adadelta"])
+def test_the_rest_moves_as_its_optimiser_says(name, rest):
+    approx, X, y = case(name)
+    end = quiet(approx, (X, y), natural_gradient(0.5, rest), 1)
+    loss = lambda part: -eqx.tree_at(lambda a: (a.model, a.inducing), approx, part).objective(X, y)
+    part = gpt.partition((approx.model, approx.inducing))
+    moving = lambda free_part: loss(eqx.combine(free_part, part[1]))
+    updates, _ = rest.update(jax.grad(moving)(part[0]), rest.init(part[0]), part[0])
+    expected = numbers(eqx.combine(eqx.apply_updates(part[0], updates), part[1]))
+    assert jnp.allclose(numbers((end.model, end.inducing)), expected, rtol=1e-8, atol=1e-10)
+    only_q = quiet(approx, (X, y), HALF, 1)
+    assert jnp.allclose(numbers(end.q), numbers(only_q.q), rtol=1e-8, atol=1e-10) and not jnp.allclose(numbers(end.q), numbers(approx.q))
+
+
+def test_a_schedule_gives_each_step_its_size():
+    approx, X, y = case("one")
+    scheduled = quiet(approx, (X, y), natural_gradient(lambda taken: 0.8 / (1 + taken)), 3)
+    stepwise = approx
+    for size in (0.8, 0.4, 0.8 / 3):
+        stepwise = quiet(stepwise, (X, y), natural_gradient(size), 1)
+    assert jnp.allclose(numbers(scheduled.q), numbers(stepwise.q), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("name, dtype", [("one", jnp.float32), ("robust max", jnp.float64)])
+def test_minibatches_in_fit(name, dtype):
+    approx, X, y = case(name)
+    approx, X, y = gpt.cast(approx, dtype), jnp.asarray(X, dtype), jnp.asarray(y, dtype)
+    optimiser = natural_gradient(0.1, optax.adam(1e-2))
+    run = lambda key: gpt.fit(approx, (X, y), optimiser=optimiser, steps=60, batch_size=10, key=jax.random.key(key), progress=False)
+    first, again, other = run(0), run(0), run(1)
+    assert jnp.array_equal(numbers(first.approx), numbers(again.approx)) and not jnp.array_equal(numbers(first.approx), numbers(other.approx))
+    assert all(leaf.dtype == dtype for leaf in jax.tree.leaves(gpt.partition(first.approx)[0]))
+    assert first.approx.objective(X, y) > approx.objective(X, y) + 5
+
+
+def test_natural_gradient_refuses_what_it_cannot_move():
+    approx, X, y = case("one")
+    for wrong in (0.0, -0.1, 1.5, jnp.nan):
+        with pytest.raises(ValueError, match="step_size must be above 0 and at most 1, or a schedule"):
+            natural_gradient(wrong)
+    with pytest.raises(ValueError, match="a VariationalGaussian q that is not frozen"):
+        gpt.fit(gpt.VGP(approx.model, 30), (X, y), optimiser=natural_gradient(0.5), steps=1, progress=False)
+    frozen = eqx.tree_at(lambda a: a.q, approx, gpt.freeze(approx.q))
+    half = eqx.tree_at(lambda a: a.q.S_factor, approx, gpt.freeze(approx.q.S_factor))
+    for wrong in (frozen, half):
+        with pytest.raises(ValueError, match="a VariationalGaussian q that is not frozen"):
+            gpt.fit(wrong, (X, y), optimiser=natural_gradient(0.5), steps=1, progress=False)
+
+
+# minibatches
+
+@pytest.mark.parametrize("name", ["one", "own", "robust max"])
+def test_a_partition_into_minibatches_averages_to_the_whole(name):
+    approx, X, y = case(name)
+    estimate = lambda approx, X, y: approx.objective(X, y, num_data=30)
+    parts = [flat_function(estimate, approx, X[i:i + 6], y[i:i + 6]) for i in range(0, 30, 6)]
+    value, gradient = (jnp.mean(jnp.stack(a), axis=0) for a in zip(*(f(flat) for flat, f in parts)))
+    flat, whole = flat_function(bound, approx, X, y)
+    assert jnp.allclose(value, whole(flat)[0], rtol=1e-10) and jnp.allclose(gradient, whole(flat)[1], rtol=1e-9, atol=1e-9)
+
+
+def test_random_minibatches_are_unbiased():
+    approx, X, y = case("one", rows=200)
+    random = np.random.default_rng(0)
+    estimate = jax.jit(lambda X, y: approx.objective(X, y, num_data=200))
+    values = [estimate(X[rows], y[rows]) for rows in (random.choice(200, 10, replace=False) for _ in range(1000))]
+    error = np.std(values) / np.sqrt(1000)
+    assert abs(np.mean(values) - approx.objective(X, y)) < 4 * error and error > 1e-3
+
+
+def test_num_data_scales_the_data_and_not_the_kl():
+    approx, X, y = case("one")
+    one, ten = approx.objective(X, y), approx.objective(X, y, num_data=300)
+    kl = gpt.unwrap(approx.q).kl_from_standard_normal()
+    assert jnp.allclose(ten, 10 * (one + kl) - kl, rtol=1e-10) and approx.objective(X, y, num_data=30) == one
+    with pytest.raises(ValueError, match="num_data must be at least 30, the rows of X, got 29"):
+        approx.objective(X, y, num_data=29)
+
+
+# AdaDelta and k-means
+
+def test_adadelta_is_its_recursion():
+    rate, momentum, decay, offset = 0.3, 0.8, 0.7, 1e-3
+    optimiser = adadelta(rate, momentum, decay, offset)
+    params = jnp.asarray([1.0, -2.0, 0.5])
+    state, random = optimiser.init(params), np.random.default_rng(0)
+    square, step_square, speed = np.zeros(3), np.zeros(3), np.zeros(3)
+    for _ in range(6):
+        g = random.normal(size=3)
+        square = decay * square + (1 - decay) * g**2
+        step = np.sqrt(step_square + offset) / np.sqrt(square + offset) * g
+        step_square = decay * step_square + (1 - decay) * step**2
+        speed = step + momentum * speed
+        updates, state = optimiser.update(jnp.asarray(g), state, params)
+        assert np.allclose(updates, -rate * (step + momentum * speed), rtol=1e-12)  # Nesterov: where the speed is going to take it
+
+
+def test_kmeans_centres_are_centres():
+    random = np.random.default_rng(0)
+    corners = np.array([[0.0, 0], [0, 9], [9, 0], [9, 9]])
+    X = np.repeat(corners, 25, axis=0) + 0.1 * random.normal(size=(100, 2))
+    centres = kmeans_centres(X, 4)
+    assert centres.shape == (4, 2) and centres.dtype == X.dtype
+    means = X.reshape(4, 25, 2).mean(1)
+    assert all(np.isclose(centres, mean).all(axis=1).any() for mean in means)
+    many = random.normal(size=(300, 3))
+    assert np.array_equal(kmeans_centres(many, 7), kmeans_centres(many, 7)) and not np.array_equal(kmeans_centres(many, 7), kmeans_centres(many, 7, seed=1))
+    assert kmeans_centres(many.astype(np.float32), 5).dtype == np.float32
+    large = random.normal(size=(10**6 // 3 + 1, 3))
+    assert kmeans_centres(large, 5).shape == (5, 3)  # from batches
+
+
+def test_kmeans_centres_refuses():
+    X = np.repeat(np.arange(3.0), 4)[:, None]
+    assert sorted(kmeans_centres(X, 3).ravel()) == [0.0, 1.0, 2.0]
+    with pytest.raises(ValueError, match="num_inducing must be at most 3, the number of distinct rows of X, got 4"):
+        kmeans_centres(X, 4)
+    for wrong in (0, 2.0, True):
+        with pytest.raises(ValueError, match="num_inducing must be a positive integer"):
+            kmeans_centres(X, wrong)
+    for wrong in (np.where(X == 1, np.nan, X), X[:, 0]):
+        with pytest.raises(ValueError, match="X must"):
+            kmeans_centres(wrong, 2)
+
+
+# single precision and corners
+
+@pytest.mark.parametrize("whiten", [True, False])
+@pytest.mark.parametrize("P", [1, 3])
+def test_single_precision_is_close(P, whiten):
+    X = inputs(150)
+    y = observations("binary", X, None if P == 1 else P)
+    model = gpt.GP(gpt.RBF(0.8, 1.3), gpt.Bernoulli(), MEANS["linear"])
+    approx = SVGP(model, InducingPoints(inputs(100, seed=5)), P, whiten)
+    random = np.random.default_rng(0)
+    A = svgp._prior_factor(approx.inducing, model.kernel) if not whiten else jnp.eye(100)
+    m, R = random.normal(size=(100, P)), np.eye(100) * random.uniform(0.3, 1.2, (P, 1, 100))
+    m, R = (A @ m).reshape(approx.q.m.value.shape), (A @ R).reshape(approx.q.S_factor.value.shape)
+    approx = with_q(approx, m, R)
+
+    def run(dtype):
+        flat, f = flat_function(bound, gpt.cast(approx, dtype), jnp.asarray(X, dtype), jnp.asarray(y, dtype))
+        return f(flat)
+
+    (value, gradient), (truth, slope) = run(jnp.float32), run(jnp.float64)
+    assert value.dtype == gradient.dtype == jnp.float32
+    assert abs(value - truth) < 1e-2 * abs(truth)
+    assert jnp.abs(gradient - slope).max() < 1e-2 * jnp.abs(slope).max()
+
+
+CORNERS = {
+    "duplicated": lambda X: np.concatenate([X[:4] + 0.1, X[:4] + 0.1]), "at the data": lambda X: X[:8], "all the data twice": lambda X: np.concatenate([X, X]),
+    "one": lambda X: X[:1] + 0.1, "more than rows": lambda X: inputs(40, seed=5),
+}
+
+
+@pytest.mark.parametrize("P, dtype", [(1, jnp.float32), (2, jnp.float32), (1, jnp.float64)], ids=["one", "outputs", "double"])
+@pytest.mark.parametrize("corner", CORNERS)
+def test_corners_are_finite(corner, P, dtype):
+    X = inputs(12)
+    y, model = observations("binary", X, None if P == 1 else P), gpt.GP(gpt.RBF(0.9, 1.3), gpt.Bernoulli())
+    approx = SVGP(model, InducingPoints(CORNERS[corner](X)), P)
+    tiny = with_q(approx, approx.q.m.value, 1e-5 * approx.q.S_factor.value)
+    approx, tiny, X, y = (gpt.cast(a, dtype) for a in (approx, tiny, jnp.asarray(X), jnp.asarray(y)))
+    flat, f = flat_function(bound, approx, X, y)
+    (value, gradient), (tiny_value, tiny_gradient) = f(flat), f(flat_function(bound, tiny, X, y)[0])
+    assert jnp.isfinite(jnp.stack([value, tiny_value])).all() and jnp.isfinite(jnp.stack([gradient, tiny_gradient])).all()
+    assert jnp.allclose(value, jnp.sum(expected_at_prior(model, X, y)), rtol=1e-4 if dtype == jnp.float32 else 1e-6)
+    mean, var = tiny.posterior().marginals(X)
+    assert jnp.isfinite(mean).all() and (var >= 0).all() and mean.dtype == value.dtype == dtype
+
+
+def expected_at_prior(model, X, y):
+    "What the bound is where q is the prior: no KL, and the prior's own variances."
+    return gpt.unwrap(model.likelihood).variational_expectations(np.zeros(y.shape), np.full(y.shape, 1.3), y)
+
+
+# bad input
+
+@pytest.fixture
+def uncompiled(monkeypatch):
+    "Fails where anything is compiled."
+    def refuse(*_):
+        raise AssertionError("the bound was compiled")
+    monkeypatch.setattr(svgp, "_bound", refuse)
+
+
+BAD_LABELS = [(gpt.RobustMax(3), -1.0), (gpt.RobustMax(3), 3.0), (gpt.Softmax(3), 0.5), (gpt.RobustMax(3), np.nan), (gpt.Bernoulli(), 2.0),
+              (gpt.Beta(), 1.2), (gpt.Beta(), 0.0), (gpt.Poisson(), -1.0), (gpt.Poisson(), 1.5), (gpt.Gamma(), 0.0)]
+
+
+@pytest.mark.parametrize("likelihood, value", BAD_LABELS, ids=lambda x: type(x).__name__ if not isinstance(x, float) else str(x))
+def test_observations_outside_the_support_are_refused_before_compilation(likelihood, value, uncompiled):
+    X = inputs()
+    y = np.full(30, 0.5) if isinstance(likelihood, gpt.Beta) else np.ones(30)
+    approx = SVGP(gpt.GP(gpt.RBF(), likelihood), InducingPoints(Z))
+    with pytest.raises(AssertionError, match="compiled"):
+        approx.objective(X, y)
+    y[7] = value
+    for run in (approx.objective, lambda X, y: gpt.fit(approx, (X, y), optimiser=natural_gradient(0.1), steps=1, batch_size=5, key=jax.random.key(0))):
+        with pytest.raises(ValueError, match=r"y must hold .*1 of 30 values are something else; the first is y\[7\]"):
+            run(X, y)
+
+
+def test_data_that_do_not_fit_are_refused_before_compilation(uncompiled):
+    X = inputs()
+    one, three, classes = (case(name)[0] for name in ("one", "shared", "robust max"))
+    y, Y, labels = (observations(*a) for a in (("binary", X), ("binary", X, 3), ("classes", X)))
+    wrong = lambda match: pytest.raises(ValueError, match=match)
+    for approx, observed, shape in ((one, Y, r"\(30,\)"), (three, y, r"\(30, 3\)"), (three, Y[:, :2], r"\(30, 3\)")):
+        with wrong(f"y must have shape {shape}, to fit latent functions of shape"):
+            approx.objective(X, observed)
+    with wrong(r"y must have shape \(N,\)"):
+        classes.objective(X, np.eye(3)[labels.astype(int)])
+    with wrong("X must have 2 columns, as the inducing variables have"):
+        SVGP(gpt.GP(gpt.RBF(), gpt.Bernoulli()), InducingPoints(Z)).objective(X[:, :1], y)
+    with wrong("same number of rows"):
+        one.objective(X, y[:-1])
+    with wrong("X must"):
+        one.objective(np.where(X < 1, np.nan, X), y)
+    with wrong("X"):
+        one.objective(X.astype(np.float32), y)
+
+
+def test_arguments_that_do_not_fit_are_refused():
+    binary, classes = gpt.GP(gpt.RBF(), gpt.Bernoulli()), gpt.GP(gpt.RBF(), gpt.RobustMax(3))
+    points = InducingPoints(Z)
+    wrong = lambda match: pytest.raises(ValueError, match=match)
+    for inducing in (Z, [], [points, Z], None, gpt.RBF()):
+        with wrong("inducing must be inducing variables such as InducingPoints"):
+            SVGP(binary, inducing)
+    for other in (InducingPoints(Z[:4]), InducingPoints(Z[:, :1])):
+        with wrong("must be equally many, on equally many columns"):
+            SVGP(binary, [points, other])
+    with wrong("inducing must have one entry for each of 3 latent functions, got 2"):
+        SVGP(classes, [points, points], num_latents=3)
+    for model, inducing, P in ((classes, points, 2), (classes, [points, points], None)):
+        with wrong("RobustMax looks at 3 latent functions at once"):
+            SVGP(model, inducing, num_latents=P)
+    for P in (0, -1, 2.0, True):
+        with wrong("num_latents must be a positive integer"):
+            SVGP(binary, points, num_latents=P)
+    for model in (gpt.RBF(), None):
+        with wrong("model must be a gp_thesis GP"):
+            SVGP(model, points)
+
+
+def test_a_class_missing_from_a_batch_is_no_matter():
+    approx, X, _ = case("robust max")
+    value = approx.objective(X[:7], np.array([0.0, 2, 0, 0, 2, 2, 0]), num_data=30)
+    assert jnp.isfinite(value)
+    flat, f = flat_function(lambda a, X, y: a.objective(X, y, num_data=30), approx, X[:7], np.zeros(7))
+    assert jnp.isfinite(f(flat)[1]).all()
+
+
+# the posterior
+
+@pytest.mark.parametrize("name", ["one", "shared", "own", "robust max", "robust max, own", "one, plain", "own, plain"])
+def test_posterior_answers_in_its_shapes(name):
+    approx, X, y = case(name)
+    post, Xs, ys = approx.posterior(), inputs(5, seed=9), y[:5]
+    P = approx.q.m.value.shape[1:]
+    mean, var = post.marginals(Xs)
+    cov = post.covariance(Xs)
+    assert mean.shape == var.shape == (5, *P) and cov.shape == (*P, 5, 5) and post.covariance(Xs, X).shape == (*P, 5, 30)
+    assert jnp.allclose(jnp.diagonal(cov, axis1=-2, axis2=-1).T, var, rtol=1e-8) and (var > 0).all()
+    assert jnp.allclose(post.covariance(Xs, Xs), cov, rtol=0, atol=1e-12)
+    draws = post.sample(jax.random.key(0), Xs, 4000)
+    assert draws.shape == (4000, 5, *P)
+    assert (jnp.abs(draws.mean(0) - mean) < 5 * jnp.sqrt(var / 4000)).all()
+    assert all(a.shape == (5, *P) for a in post.predict_y(Xs))
+    lpd = post.log_predictive_density(Xs, ys)
+    assert lpd.shape == ys.shape and (lpd < 0).all()
+    if "robust" in name:
+        probabilities = post.predict_y(Xs)[0]
+        assert jnp.allclose(probabilities.sum(1), 1, atol=1e-3)
+        assert jnp.allclose(jnp.exp(lpd), probabilities[jnp.arange(5), ys.astype(int)], atol=1e-8)
+    with pytest.raises(ValueError, match="Xs must"):
+        post.mean(Xs[:, :1])
+    with pytest.raises(ValueError, match="ys must have shape"):
+        post.log_predictive_density(Xs, ys[:-1])
+
+
+def test_separate_posterior_is_its_parts():
+    approx, X, _ = case("own")
+    post, Xs = approx.posterior(), inputs(5, seed=9)
+    for p, part in enumerate(post.posteriors):
+        assert jnp.array_equal(post.mean(Xs)[:, p], part.mean(Xs)) and jnp.array_equal(post.marginals(Xs)[1][:, p], part.marginals(Xs)[1])
+        assert jnp.array_equal(post.covariance(Xs, X)[p], part.covariance(Xs, X))
+    assert post.num_dims == 2 and post.model == post.posteriors[0].model
+
+
+@pytest.mark.parametrize("name", ["one", "shared", "own", "robust max"])
+def test_chunks_of_rows_change_nothing(name, monkeypatch):
+    approx, X, y = case(name, rows=53)
+    flat, whole = flat_function(bound, approx, X, y)
+    value, gradient = whole(flat)
+    monkeypatch.setattr(sparse, "CHUNK", 6 * 10)  # five chunks of nine rows and one of eight
+    jax.clear_caches()
+    chunked = flat_function(bound, approx, X, y)[1]
+    assert "scan" in str(jax.make_jaxpr(chunked)(flat))
+    assert jnp.allclose(chunked(flat)[0], value, rtol=1e-12)
+    assert jnp.abs(chunked(flat)[1] - gradient).max() < 1e-10 * jnp.abs(gradient).max()
+    jax.clear_caches()
