@@ -19,8 +19,8 @@ def relative_difference(values: dict, reference: dict) -> float:
 
 
 def compare(rows: dict[str, dict], reference: dict) -> None:
-    "Add to each row its relative differences from the reference."
-    for row in rows.values():
+    "Add to each row its relative differences from the reference; none where the objective is another, and has no gradient to show."
+    for row in (row for row in rows.values() if row["gradient"]):
         row["objective_difference"] = relative_difference({"": row["objective"]}, {"": reference["objective"]})
         row["gradient_difference"] = relative_difference(row["gradient"], reference["gradient"])
 
@@ -28,7 +28,7 @@ def compare(rows: dict[str, dict], reference: dict) -> None:
 def disagreements(rows: dict[str, dict], dtype: str, tolerance: dict) -> list[str]:
     "Every difference above `tolerance[dtype]`, a pair for objective and gradient, as a sentence."
     found = []
-    for library, row in rows.items():
+    for library, row in ((library, row) for library, row in rows.items() if row["gradient"]):
         for what, allowed in zip(("objective", "gradient"), tolerance[dtype]):
             difference = row[f"{what}_difference"]
             if not difference <= allowed:  # written so that NaN is a disagreement
@@ -49,8 +49,8 @@ def show(dtype: str, rows: dict[str, dict], failures: dict[str, str], ratio: flo
     for library, row in rows.items():
         times = "".join(f"{1e3 * row[name]:10.1f}" for name in COLUMNS)
         others = "-" if row["others"] is None else f"{row['others']:.0%}"
-        values = f"{row['objective']:16.6f}{row['objective_difference']:9.0e}{row['gradient_difference']:9.0e}"
-        print(f"{library:<11}{times}{row['calls']:7}{others:>8}{values}")
+        compared = f"{row['objective_difference']:9.0e}{row['gradient_difference']:9.0e}" if row["gradient"] else f"{'other':>9}{'-':>9}"
+        print(f"{library:<11}{times}{row['calls']:7}{others:>8}{row['objective']:16.6f}{compared}")
     for library, error in failures.items():
         print(f"{library:<11}failed: {error}")
     print("" if ratio is None else f"ours / fastest peer: {ratio:.3f}\n", flush=True)

@@ -76,7 +76,7 @@ def time_benchmark(name: str, options) -> list[str]:
     print(f"{name}: {benchmark.title}; milliseconds\n", flush=True)
     for dtype in options.dtypes:
         rows, failures = take_turns(name, dtype, options)
-        reference = reference or next(iter(rows.values()), None)
+        reference = reference or next((row for row in rows.values() if row["gradient"]), None)
         compare(rows, reference)
         ratio = speed_ratio(rows)
         show(dtype, rows, failures, ratio)

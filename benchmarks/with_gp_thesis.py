@@ -25,13 +25,30 @@ def variational(problem):
     return gpt.VFE(gpt.GP(kernel, gpt.Gaussian(problem.noise)), gpt.InducingPoints(jnp.asarray(problem.Z)))
 
 
-def objective_and_gradient(approximation, *data):
-    "The timed step of an approximation whose model has a kernel and Gaussian noise, and a reader of what it returns."
+def svgp(problem):
+    return stochastic(problem, gpt.Bernoulli())
+
+
+def multiclass(problem):
+    return stochastic(problem, gpt.RobustMax(problem.num_classes))
+
+
+def stochastic(problem, likelihood):
+    jax.config.update("jax_enable_x64", problem.dtype == "float64")
+    kernel = gpt.RBF(lengthscale=jnp.asarray(problem.lengthscale), variance=problem.variance)
+    approximation = gpt.SVGP(gpt.GP(kernel, likelihood), gpt.InducingPoints(jnp.asarray(problem.Z)))
+    q = gpt.VariationalGaussian(gpt.free(jnp.asarray(problem.m)), gpt.lower_triangular(jnp.asarray(problem.S_factor)))
+    approximation = eqx.tree_at(lambda approx: approx.q, approximation, q)
+    return objective_and_gradient(approximation, jnp.asarray(problem.X), jnp.asarray(problem.y), num_data=problem.num_data)
+
+
+def objective_and_gradient(approximation, *data, **settings):
+    "The timed step of an approximation, and a reader of what it returns."
     trainable, rest = gpt.partition(approximation)
 
     @jax.jit
     def evaluate(trainable, *data):
-        return jax.value_and_grad(lambda part: eqx.combine(part, rest).objective(*data))(trainable)
+        return jax.value_and_grad(lambda part: eqx.combine(part, rest).objective(*data, **settings))(trainable)
 
     def step():
         return jax.block_until_ready(evaluate(trainable, *data))
@@ -46,10 +63,13 @@ def objective_and_gradient(approximation, *data):
 
 def hyperparameters(approximation):
     kernel, likelihood = approximation.model.kernel, approximation.model.likelihood
-    found = {"lengthscale": kernel.lengthscale, "variance": kernel.variance, "noise": likelihood.variance}
-    return found | ({"inducing": approximation.inducing.Z} if hasattr(approximation, "inducing") else {})
+    found = {"lengthscale": kernel.lengthscale, "variance": kernel.variance}
+    found |= {"noise": likelihood.variance} if isinstance(likelihood, gpt.Gaussian) else {}
+    found |= {"inducing": approximation.inducing.Z} if hasattr(approximation, "inducing") else {}
+    return found | ({"m": approximation.q.m, "S_factor": approximation.q.S_factor} if hasattr(approximation, "q") else {})
 
 
 def constrained_gradient(gradient, parameter):
+    "Of a parameter whose every number is a function of one unconstrained number."
     slope = jax.grad(lambda p: jnp.sum(p.unwrap()))(parameter)
-    return gradient.unconstrained / slope.unconstrained
+    return jax.jvp(lambda p: p.unwrap(), [parameter], [jax.tree.map(lambda g, s: g / s**2, gradient, slope)])[1]

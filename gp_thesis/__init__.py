@@ -10,6 +10,7 @@ A model says what you believe, an approximation how you will compute, a posterio
 Importing this package leaves JAX's configuration as it is and loads no notebook or plotting library.
 """
 
+from .ep import EP, GFITC, SparseMeanField, WeakBound, weak_bound
 from .exact import GP, Exact, ExactPosterior, Posterior
 from .fitting import Fit, fit
 from .inducing import GaussianWindow, InducingPoints, InducingPosterior, InducingVariables, Wavelet

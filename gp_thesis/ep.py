@@ -23,10 +23,9 @@ from .exact import GP, check_data
 from .gaussians import kl_from_cholesky
 from .inducing import InducingPosterior, InducingVariables, inducing_factor
 from .likelihoods import Bernoulli, Likelihood
-from .linalg import _factor as factor_or_nan
-from .linalg import add_diagonal, cholesky, inverse_lower, log_determinant, precise
+from .linalg import add_diagonal, cholesky, factor_or_nan, inverse_lower, log_determinant, precise
 from .parameters import unwrap
-from .sparse import _log_normaliser, solve_by_inverse
+from .sparse import log_normaliser, solve_by_inverse
 from .variational import PointPosterior, check_count, tilted_moments
 
 # %% ../nbs/31_expectation_propagation.ipynb #c009
@@ -175,7 +174,7 @@ def _evidence(prior, likelihood, y, point):
     sites = point.sites
     _, _, P, beta = _potentials(prior, sites)
     tilted = likelihood.predictive_log_density(point.mean, point.var, y) - log_mass(sites, point.mean, point.var)
-    return jnp.sum(tilted + log_mass(sites, prior.mean, prior.D)) + _log_normaliser((prior.A * P) @ prior.A.T, prior.A @ beta)
+    return jnp.sum(tilted + log_mass(sites, prior.mean, prior.D)) + log_normaliser((prior.A * P) @ prior.A.T, prior.A @ beta)
 
 # %% ../nbs/31_expectation_propagation.ipynb #c021
 def _check_rows(approx, X, y, num_data=None):

@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from .exact import GP
-from .gaussians import _standard_normal_rule
+from .gaussians import standard_normal_rule
 from .kernels import EXACT_COLUMNS, RBF, Constant, Kernel, Sum, White, active_columns, check_ard, check_inputs
 from .linalg import add_diagonal, cholesky, precise
 from .parameters import Parameter, as_float, free, is_parameter, positive, unwrap
@@ -221,7 +221,7 @@ def _nodes(windows: Windows, points: int) -> tuple[Array, Array]:
     if points**D > MOST_NODES:
         raise ValueError(f"points must be at most {int(MOST_NODES ** (1 / D) + 1e-9)} for a kernel on {D} columns that has "
                          f"no closed form, to keep points**{D} within {MOST_NODES}, got {points}")
-    nodes, masses = _standard_normal_rule(points)
+    nodes, masses = standard_normal_rule(points)
     steps = jnp.sqrt(v) * jnp.asarray(np.array(list(product(nodes, repeat=D))), t.dtype)[:, None]
     weights = jnp.exp(c) * jnp.asarray(np.array(list(product(masses, repeat=D))).prod(axis=1), t.dtype)[:, None]
     weights = weights if w is None else weights * jnp.cos(jnp.sum(w * steps, axis=2))
@@ -299,7 +299,7 @@ class GaussianWindow(InducingVariables):
     ):
         self.Z, self.points = inducing_inputs(Z), points
         self.width = _per_window(positive, width, unwrap(self.Z), "width")
-        _standard_normal_rule(points)  # for its check
+        standard_normal_rule(points)  # for its check
 
     def __len__(self):
         return unwrap(self.Z).shape[0]

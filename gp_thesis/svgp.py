@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, PyTree
 from .exact import GP, Posterior, check_data, observed_shape
 from .inducing import InducingPosterior, InducingVariables, inducing_factor
 from .kernels import check_inputs
-from .linalg import inverse_lower, precise
+from .linalg import factor_or_nan, inverse_lower, precise
 from .parameters import Parameter, fill_triangle, free, lower_triangular, unwrap
 from .sparse import over_rows, solve_by_inverse
 from .variational import check_count, zeros_for
@@ -237,7 +237,7 @@ def natural_step(
     "A step along the natural gradient, @eq-natural-step."
     W = R.T @ jnp.tril(R_bar)
     W = jnp.tril(W) + jnp.tril(W, -1).T                                             # 2 Rᵀ (∂/∂S) R
-    reversed_factor = lambda step: lax.linalg.cholesky((jnp.eye(len(m), dtype=m.dtype) - step * W)[::-1, ::-1])
+    reversed_factor = lambda step: factor_or_nan((jnp.eye(len(m), dtype=m.dtype) - step * W)[::-1, ::-1])
     failed = lambda step: ~jnp.all(jnp.isfinite(reversed_factor(step))) & jnp.all(jnp.isfinite(W))
     step = lax.while_loop(failed, lambda step: 0.5 * step, step_size)
     R = R @ inverse_lower(reversed_factor(step)).T[::-1, ::-1]

@@ -46,6 +46,18 @@ for approx in (gpt.VGP(classes, 12), gpt.WhitenedVGP(classes, 12), gpt.MeanField
     post = approx.posterior(X, labels)
     assert post.covariance(Xs).shape == (5, 5) and post.sample(jax.random.key(0), Xs, 2).shape == (2, 5)
     assert all(a.shape == (5,) for a in (*post.marginals(Xs), *post.predict_y(Xs), post.log_predictive_density(Xs, labels[:5])))
+three = gpt.GP(gpt.RBF(), gpt.RobustMax(3))
+for approx, y in ((gpt.SVGP(classes, points), labels), (gpt.SVGP(classes, points, whiten=False), labels),
+                  (gpt.SVGP(model, points, 2), X), (gpt.SVGP(model, [points, points]), X),
+                  (gpt.SVGP(three, points), labels), (gpt.SVGP(three, [points] * 3, whiten=False), labels)):
+    assert approx.objective(X, y).shape == approx.objective(X, y, num_data=20).shape == ()
+    post, P = approx.posterior(), approx.q.m.value.shape[1:]
+    assert post.covariance(Xs, X).shape == (*P, 5, 12) and post.sample(jax.random.key(0), Xs, 2).shape == (2, 5, *P)
+    assert all(a.shape == (5, *P) for a in (*post.marginals(Xs), *post.predict_y(Xs)))
+    assert post.log_predictive_density(Xs, y[:5]).shape == y[:5].shape
+gpt.fit(gpt.SVGP(model, [points, points]), (X, X), optimiser=gpt.natural_gradient(0.5, gpt.adadelta()), steps=2, batch_size=4,
+        key=jax.random.key(0), progress=False)
+assert gpt.kmeans_centres(X, 3).shape == (3, 2)
 with pytest.raises(TypeCheckError):
     linalg.log_determinant("not an array")   # the checks are on
 """

@@ -121,13 +121,13 @@ def test_bound_and_gradient_are_the_formula_written_out(name):
         assert jnp.abs(gradient @ direction - difference) < 1e-6 * jnp.abs(slope).max()
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if "own" not in name])
+@pytest.mark.parametrize("name", ["one, plain", "windows", "shared", "robust max"])
 def test_bound_is_the_uncollapsed_bound_of_the_posterior(name):
     approx, X, y = case(name)
     assert jnp.allclose(approx.objective(X, y), uncollapsed_bound(approx.posterior(), jnp.asarray(X), jnp.asarray(y)), rtol=1e-10)
 
 
-@pytest.mark.parametrize("name", ["shared", "own", "own, plain"])
+@pytest.mark.parametrize("name", ["shared", "own, plain"])
 def test_independent_outputs_are_single_approximations(name):
     approx, X, y = case(name)
     Xs, post, total = inputs(5, seed=9), approx.posterior(), 0.0
@@ -142,7 +142,7 @@ def test_independent_outputs_are_single_approximations(name):
     assert jnp.allclose(approx.objective(X, y), total, rtol=1e-10)
 
 
-@pytest.mark.parametrize("name", ["one", "shared", "own"])
+@pytest.mark.parametrize("name", ["shared", "own"])
 def test_plain_coordinates_are_the_whitened_ones_moved_by_L(name):
     approx, X, y = case(name)
     L = jnp.stack([jnp.linalg.cholesky(gpt.unwrap(part).covariance(gpt.unwrap(approx.model.kernel))) for part in approx.parts])
@@ -291,7 +291,8 @@ def test_a_step_that_leaves_the_covariances_is_halved_until_it_does_not():
     W = 5.0 * W / np.linalg.eigvalsh(W).max()  # I - γ W is positive definite for γ < 0.2
     R_bar = jnp.linalg.solve(R.T, W)
     R_bar = jnp.tril(R_bar)
-    assert np.linalg.eigvalsh(np.eye(5) - 0.25 * symmetric(R, R_bar)).min() < 0 < np.linalg.eigvalsh(np.eye(5) - 0.125 * symmetric(R, R_bar)).min()
+    left = [np.linalg.eigvalsh(np.eye(5) - step * symmetric(R, R_bar)).min() for step in (0.25, 0.125)]
+    assert left[0] < 0 < left[1]
     halved, plain = (natural_step(m, R, m_bar, R_bar, jnp.asarray(step)) for step in (1.0, 0.125))
     assert jnp.allclose(halved[0], plain[0], rtol=1e-12) and jnp.allclose(halved[1], plain[1], rtol=1e-12)
     assert jnp.isfinite(halved[1]).all() and jnp.all(jnp.diag(halved[1]) > 0) and jnp.all(jnp.triu(halved[1], 1) == 0)
@@ -304,11 +305,12 @@ def symmetric(R, R_bar):
 
 
 def test_a_log_density_that_is_not_concave_keeps_a_covariance():
-    X, model = inputs(), gpt.GP(gpt.Matern32(0.9, 1.3), gpt.StudentT(0.3))
+    X, model = np.repeat(Z, 5, axis=0) + 0.01, gpt.GP(gpt.Matern32(0.9, 1.3), gpt.StudentT(0.3))
     y = np.random.default_rng(0).choice([-1.0, 1.0], 30)  # where f is near zero every datum has a negative precision
-    start = with_q(SVGP(model, InducingPoints(Z)), jnp.zeros(6), 0.3 * jnp.eye(6))
-    R_bar = jax.grad(lambda R: with_q(start, jnp.zeros(6), R).objective(X, y))(0.3 * jnp.eye(6))
-    assert np.linalg.eigvalsh(np.eye(6) - symmetric(0.3 * np.eye(6), R_bar)).min() < 0  # a step of one is too long
+    R = 0.2 * jnp.eye(6)
+    start = with_q(SVGP(model, InducingPoints(Z)), jnp.zeros(6), R)
+    R_bar = jax.grad(lambda R: with_q(start, jnp.zeros(6), R).objective(X, y))(R)
+    assert np.linalg.eigvalsh(np.eye(6) - symmetric(R, R_bar)).min() < 0  # a step of one is too long
     for size in (ONE, natural_gradient(0.2)):
         end = quiet(start, (X, y), size, 20)
         assert jnp.all(jnp.diag(end.q.S_factor.value) > 0) and jnp.isfinite(end.posterior().covariance(X)).all()
@@ -360,7 +362,8 @@ def test_minibatches_in_fit(name, dtype):
     optimiser = natural_gradient(0.1, optax.adam(1e-2))
     run = lambda key: gpt.fit(approx, (X, y), optimiser=optimiser, steps=60, batch_size=10, key=jax.random.key(key), progress=False)
     first, again, other = run(0), run(0), run(1)
-    assert jnp.array_equal(numbers(first.approx), numbers(again.approx)) and not jnp.array_equal(numbers(first.approx), numbers(other.approx))
+    assert jnp.array_equal(numbers(first.approx), numbers(again.approx))
+    assert not jnp.array_equal(numbers(first.approx), numbers(other.approx))
     assert all(leaf.dtype == dtype for leaf in jax.tree.leaves(gpt.partition(first.approx)[0]))
     assert first.approx.objective(X, y) > approx.objective(X, y) + 5
 
@@ -381,7 +384,7 @@ def test_natural_gradient_refuses_what_it_cannot_move():
 
 # minibatches
 
-@pytest.mark.parametrize("name", ["one", "own", "robust max"])
+@pytest.mark.parametrize("name", ["own", "robust max"])
 def test_a_partition_into_minibatches_averages_to_the_whole(name):
     approx, X, y = case(name)
     estimate = lambda approx, X, y: approx.objective(X, y, num_data=30)
@@ -436,10 +439,11 @@ def test_kmeans_centres_are_centres():
     means = X.reshape(4, 25, 2).mean(1)
     assert all(np.isclose(centres, mean).all(axis=1).any() for mean in means)
     many = random.normal(size=(300, 3))
-    assert np.array_equal(kmeans_centres(many, 7), kmeans_centres(many, 7)) and not np.array_equal(kmeans_centres(many, 7), kmeans_centres(many, 7, seed=1))
+    assert np.array_equal(kmeans_centres(many, 7), kmeans_centres(many, 7))
+    assert not np.array_equal(kmeans_centres(many, 7), kmeans_centres(many, 7, seed=1))
     assert kmeans_centres(many.astype(np.float32), 5).dtype == np.float32
-    large = random.normal(size=(10**6 // 3 + 1, 3))
-    assert kmeans_centres(large, 5).shape == (5, 3)  # from batches
+    wide = random.normal(size=(12, 10**5))
+    assert kmeans_centres(wide, 5).shape == (5, 10**5)  # more than a million numbers: from batches
 
 
 def test_kmeans_centres_refuses():
@@ -462,8 +466,9 @@ def test_kmeans_centres_refuses():
 def test_single_precision_is_close(P, whiten):
     X = inputs(150)
     y = observations("binary", X, None if P == 1 else P)
-    model = gpt.GP(gpt.RBF(0.8, 1.3), gpt.Bernoulli(), MEANS["linear"])
-    approx = SVGP(model, InducingPoints(inputs(100, seed=5)), P, whiten)
+    model = gpt.GP(gpt.RBF(0.4, 1.3), gpt.Bernoulli(), MEANS["linear"])  # K_uu of a condition that leaves single precision a meaning
+    grid = np.stack(np.meshgrid(*[np.linspace(0, 4, 10)] * 2), axis=-1).reshape(100, 2)
+    approx = SVGP(model, InducingPoints(grid), P, whiten)
     random = np.random.default_rng(0)
     A = svgp._prior_factor(approx.inducing, model.kernel) if not whiten else jnp.eye(100)
     m, R = random.normal(size=(100, P)), np.eye(100) * random.uniform(0.3, 1.2, (P, 1, 100))
@@ -481,8 +486,8 @@ def test_single_precision_is_close(P, whiten):
 
 
 CORNERS = {
-    "duplicated": lambda X: np.concatenate([X[:4] + 0.1, X[:4] + 0.1]), "at the data": lambda X: X[:8], "all the data twice": lambda X: np.concatenate([X, X]),
-    "one": lambda X: X[:1] + 0.1, "more than rows": lambda X: inputs(40, seed=5),
+    "duplicated": lambda X: np.concatenate([X[:4] + 0.1, X[:4] + 0.1]), "at the data": lambda X: X[:8],
+    "all the data twice": lambda X: np.concatenate([X, X]), "one": lambda X: X[:1] + 0.1, "more than rows": lambda X: inputs(40, seed=5),
 }
 
 
@@ -529,7 +534,8 @@ def test_observations_outside_the_support_are_refused_before_compilation(likelih
     with pytest.raises(AssertionError, match="compiled"):
         approx.objective(X, y)
     y[7] = value
-    for run in (approx.objective, lambda X, y: gpt.fit(approx, (X, y), optimiser=natural_gradient(0.1), steps=1, batch_size=5, key=jax.random.key(0))):
+    fit = lambda X, y: gpt.fit(approx, (X, y), optimiser=HALF, steps=1, batch_size=5, key=jax.random.key(0))
+    for run in (approx.objective, fit):
         with pytest.raises(ValueError, match=r"y must hold .*1 of 30 values are something else; the first is y\[7\]"):
             run(X, y)
 
@@ -587,7 +593,7 @@ def test_a_class_missing_from_a_batch_is_no_matter():
 
 # the posterior
 
-@pytest.mark.parametrize("name", ["one", "shared", "own", "robust max", "robust max, own", "one, plain", "own, plain"])
+@pytest.mark.parametrize("name", ["one", "shared", "own, plain", "robust max", "robust max, own"])
 def test_posterior_answers_in_its_shapes(name):
     approx, X, y = case(name)
     post, Xs, ys = approx.posterior(), inputs(5, seed=9), y[:5]
