@@ -28,8 +28,8 @@ from .variational import check_count, zeros_for
 # %% ../nbs/30_classification.ipynb #c007
 class VariationalGaussian(eqx.Module):
     "q = N(m, S_factor S_factorᵀ) for M numbers, or one such for each of P latent functions, @eq-svgp-family."
-    m: Parameter          # (M,) or (M, P)
-    S_factor: Parameter   # (M, M) or (P, M, M), lower triangular with a positive diagonal
+    m: Parameter | Array          # (M,) or (M, P)
+    S_factor: Parameter | Array   # (M, M) or (P, M, M), lower triangular with a positive diagonal
 
     def kl_from_standard_normal(self) -> Float[Array, ""]:
         "KL[q ‖ N(0, I)], summed over the latent functions, @eq-svgp-kl; `unwrap` has been called."
@@ -66,10 +66,14 @@ PANEL = 100  # columns of a triangle that are multiplied at once
 
 def _squares(R, A):
     "‖R_pᵀ a‖² for P lower triangles R (P, M, M) and each column a of A (M, N): (P, N). The zeros above the diagonal are left out."
-    M = len(A)
+    P, M, _ = R.shape
     size = -(-M // -(-M // PANEL))
-    panels = [(A[j:], R[:, j:, j:j + size]) for j in range(0, M, size)]
-    return sum(jnp.sum(jnp.einsum("pij,in->pjn", R, A) ** 2, axis=1) for A, R in panels)
+
+    def add(j):  # one product for the panels of all functions
+        panels = jnp.swapaxes(R[:, j:, j:j + size], 1, 2).reshape(-1, M - j)
+        return jnp.sum(((panels @ A[j:]) ** 2).reshape(P, -1, A.shape[1]), axis=1)
+
+    return sum(add(j) for j in range(0, M, size))
 
 # %% ../nbs/30_classification.ipynb #c012
 @precise
@@ -85,7 +89,7 @@ def training_marginals(
     if m.ndim == 1:
         mean, excess = _quadratic_forms(L, L_inv, Kuf, m, S_factor)
     else:
-        A = solve_by_inverse(L, L_inv, Kuf, L.dtype == jnp.float64)
+        A = solve_by_inverse(L, L_inv, Kuf, False)
         mean, excess = A.T @ m, (_squares(S_factor, A) - jnp.sum(A**2, axis=0)).T
         variances = variances[:, None]
     return mean, jnp.maximum(variances + excess, jnp.finfo(L.dtype).eps * variances)
