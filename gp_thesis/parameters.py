@@ -142,7 +142,9 @@ class _FillTriangle(Transform):
         return (), ((), {})
 
 
-biject_to.register(LOWER_CHOLESKY)(lambda constraint: _FillTriangle())
+@biject_to.register(LOWER_CHOLESKY)
+def _bijection(constraint):
+    return _FillTriangle()
 
 # %% ../nbs/01_parameters.ipynb #c011
 def positive(value, prior=None, name: str = "value") -> Parameter:
