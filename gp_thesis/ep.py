@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['SLOWER', 'FASTER', 'DataPrior', 'Sites', 'full_prior', 'fitc_prior', 'posterior_of_sites', 'marginals', 'log_mass',
-           'Match', 'match_moments', 'look', 'sweep', 'FixedPoint', 'take_rounds', 'Settled', 'settle', 'ep_evidence',
-           'Sited', 'EP', 'check_inducing_variables', 'check_ep', 'GFITC', 'ascend', 'Step', 'Convolved', 'convolve',
-           'sparse_mean_field_bound', 'best_centres', 'check_probit', 'TwoStage', 'SparseMeanField', 'weak_bound',
-           'WeakBound', 'log_joint', 'most_probable']
+           'Match', 'match_moments', 'look', 'sweep', 'Rounds', 'FixedPoint', 'take_rounds', 'Settled', 'settle',
+           'mismatch', 'ep_evidence', 'Sited', 'EP', 'check_inducing_variables', 'check_ep', 'GFITC', 'newton', 'Step',
+           'Convolved', 'convolve', 'sparse_mean_field_bound', 'force_on_centres', 'newton_step_on_centres',
+           'best_centres', 'check_probit', 'TwoStage', 'SparseMeanField', 'weak_bound', 'WeakBound', 'log_joint',
+           'force_on_v', 'newton_step_on_v', 'most_probable']
 
 # %% ../nbs/31_expectation_propagation.ipynb #c004
 from abc import abstractmethod
@@ -150,6 +151,14 @@ def sweep(likelihood: Likelihood, prior: DataPrior, y: Array, sites: Sites) -> S
 SLOWER, FASTER = 0.6, 1.1  # factors of the rate after a worse or a better round
 
 
+class Rounds(NamedTuple):
+    "How to go about it."
+    rate: float        # of its step that a site takes at most
+    tolerance: float   # the largest misfit that counts as none
+    limit: int         # how many to take at most
+    sequential: bool   # whether a site meets the updates of those before it
+
+
 class FixedPoint(NamedTuple):
     "Where the rounds of EP ended."
     sites: Sites
@@ -158,29 +167,30 @@ class FixedPoint(NamedTuple):
     misfit: Array  # the largest of all observations, @eq-ep-misfit
     rounds: Array  # how many it took
 
-
-def take_rounds(approx, likelihood, prior, y) -> FixedPoint:
+# %% ../nbs/31_expectation_propagation.ipynb #c017a
+def take_rounds(rounds: Rounds, theta) -> FixedPoint:
     "Rounds of EP from sites that are one, none of which leaves the Gaussians."
+    prior, likelihood, y = theta
     worst = lambda found: jnp.max(found.misfit)
 
     def round(state):
-        sites, found, rate, rounds = state
-        goal = sweep(likelihood, prior, y, sites) if approx.sequential else found.target
+        sites, found, rate, taken = state
+        goal = sweep(likelihood, prior, y, sites) if rounds.sequential else found.target
         moved = jax.tree.map(lambda old, new: old + rate * (new - old), sites, goal)
         seen = look(likelihood, prior, y, moved)
         keep = partial(jnp.where, jnp.isfinite(worst(seen)))
         better = worst(seen) < worst(found)
-        faster = jnp.minimum(FASTER * rate, approx.rate)
+        faster = jnp.minimum(FASTER * rate, rounds.rate)
         rate = jnp.where(better, faster, SLOWER * rate)
-        return *jax.tree.map(keep, (moved, seen), (sites, found)), rate, rounds + 1
+        return *jax.tree.map(keep, (moved, seen), (sites, found)), rate, taken + 1
 
     start = Sites(jnp.zeros_like(y), jnp.zeros_like(y))
-    tolerance = max(approx.tolerance, 1000 * float(jnp.finfo(y.dtype).eps))
-    goes_on = lambda state: (worst(state[1]) > tolerance) & (state[3] < approx.rounds)
-    rate, first = jnp.asarray(approx.rate, y.dtype), look(likelihood, prior, y, start)
+    tolerance = max(rounds.tolerance, 1000 * float(jnp.finfo(y.dtype).eps))
+    goes_on = lambda state: (worst(state[1]) > tolerance) & (state[3] < rounds.limit)
+    rate, first = jnp.asarray(rounds.rate, y.dtype), look(likelihood, prior, y, start)
     state = lax.while_loop(goes_on, round, (start, first, rate, jnp.asarray(0)))
-    sites, found, _, rounds = state
-    return FixedPoint(sites, found.mean, found.var, worst(found), rounds)
+    sites, found, _, taken = state
+    return FixedPoint(sites, found.mean, found.var, worst(found), taken)
 
 # %% ../nbs/31_expectation_propagation.ipynb #c019
 class Settled(NamedTuple):
@@ -190,16 +200,18 @@ class Settled(NamedTuple):
     var: Array     # of the cavities, (N,)
 
 
-def settle(approx, prior, y) -> Settled:
+def settle(rounds: Rounds, theta) -> Settled:
     "Rounds of EP, then @eq-implicit: the sites match moments, the cavities are theirs."
-    likelihood = approx.model.likelihood
-    point = take_rounds(approx, *lax.stop_gradient((likelihood, prior)), y)
+    point = take_rounds(rounds, lax.stop_gradient(theta))
+    s = Settled(point.sites, point.mean, point.var)
+    return solution(s, theta, residual=mismatch)
 
-    def residual(s):
-        seen = look(likelihood, prior, y, s.sites)
-        return jax.tree.map(jnp.subtract, Settled(seen.target, seen.mean, seen.var), s)
 
-    return solution(residual, Settled(point.sites, point.mean, point.var))
+def mismatch(s: Settled, theta) -> Settled:
+    "What is zero at a fixed point."
+    prior, likelihood, y = theta
+    seen = look(likelihood, prior, y, s.sites)
+    return jax.tree.map(jnp.subtract, Settled(seen.target, seen.mean, seen.var), s)
 
 
 def ep_evidence(s: Settled, theta) -> Array:
@@ -233,13 +245,12 @@ class Sited(Approximation):
     def process(self, X: Array, L: Array, m: Array, S_factor: Array): ...
 
     def bound(self, X, y):
-        prior = self.prior(X)
-        theta = prior, self.model.likelihood, y
-        return at_optimum(settle(self, prior, y), theta, function=ep_evidence)
+        find, theta = partial(settle, _rounds(self)), _theta(self, X, y)
+        return at_optimum(theta, function=ep_evidence, find=find)
 
     def q_f(self, X, y):
-        prior = self.prior(X)
-        m, R = posterior_of_sites(prior, settle(self, prior, y).sites)
+        prior, likelihood, y = theta = _theta(self, X, y)
+        m, R = posterior_of_sites(prior, settle(_rounds(self), theta).sites)
         return self.process(X, prior.L, m, R.T)
 
     def fixed_point(self, X, y) -> FixedPoint:
@@ -253,8 +264,16 @@ class Sited(Approximation):
         check_ep(self)
 
 # %% ../nbs/31_expectation_propagation.ipynb #c023
+def _rounds(approx):
+    return Rounds(approx.rate, approx.tolerance, approx.rounds, approx.sequential)
+
+
+def _theta(approx, X, y):
+    return approx.prior(X), approx.model.likelihood, y
+
+
 def _found(approx, X, y):
-    return take_rounds(approx, approx.model.likelihood, approx.prior(X), y)
+    return take_rounds(_rounds(approx), _theta(approx, X, y))
 
 
 class EP(Sited):
@@ -314,25 +333,23 @@ class GFITC(Sited):
         check_inducing_variables(self.inducing)
 
 # %% ../nbs/31_expectation_propagation.ipynb #c037
-def ascend(value, direction, start):
-    """Newton's method, its steps halved until they do not lead down.
+def newton(start, theta, *, value, force, step):
+    """The x at which value(x, theta) is largest, as a function of theta.
 
-    `direction` gives the gradient and Newton's step."""
-    eps = jnp.finfo(start.dtype).eps
+    Steps are halved until they do not lead down. At the end @eq-implicit."""
+    eps, still = jnp.finfo(start.dtype).eps, lax.stop_gradient(theta)
 
     def move(state):
         x, _, steps = state
-        force, step = direction(x)
-        floor = value(x)
+        direction, floor = step(x, still), value(x, still)
         floor = floor - 100 * eps * jnp.abs(floor)  # rounding
-        worse = lambda t: ~(value(x + t * step) >= floor) & (t > eps)
-        one = jnp.ones((), x.dtype)
-        length = lax.while_loop(worse, lambda t: 0.5 * t, one)
-        return x + length * step, force @ step, steps + 1
+        worse = lambda t: ~(value(x + t * direction, still) >= floor) & (t > eps)
+        length = lax.while_loop(worse, lambda t: 0.5 * t, jnp.ones((), x.dtype))
+        return x + length * direction, force(x, still) @ direction, steps + 1
 
     goes_on = lambda state: (state[1] > jnp.sqrt(eps)) & (state[2] < 100)
-    state = start, jnp.asarray(jnp.inf, start.dtype), 0
-    return lax.while_loop(goes_on, move, state)[0]
+    state = lax.stop_gradient(start), jnp.asarray(jnp.inf, start.dtype), 0
+    return solution(lax.while_loop(goes_on, move, state)[0], theta, residual=force)
 
 # %% ../nbs/31_expectation_propagation.ipynb #c039
 class Step(Likelihood):
@@ -373,22 +390,29 @@ def sparse_mean_field_bound(centre: Array, theta) -> Array:
     return gain - 0.5 * (r @ stage.solve(r) + stage.log_det) - stage.price
 
 # %% ../nbs/31_expectation_propagation.ipynb #c039a
-def best_centres(stage: Convolved, y: Array) -> Array:
-    "The centres at which the bound is best, by Newton's method in the means."
-    def force_and_step(stage, centre):
-        _, mu, v = tilted_moments(Step(), centre, stage.spread, y)
-        r, s2 = mu - stage.prior.mean, stage.spread
-        force = (mu - centre) / s2 - stage.solve(r)  # @eq-mean-field-newton
-        prior = stage.prior._replace(mean=jnp.zeros_like(mu))
-        sites = Sites(force, jnp.maximum(1 / v - 1 / s2, 0.0))
-        m, _ = posterior_of_sites(prior, sites)
-        step, _ = marginals(prior, sites, m @ prior.A, 0.0)
-        return force, step * s2 / v
+def force_on_centres(centre: Array, theta) -> Array:
+    "The derivative of the bound in the means of the factors, @eq-mean-field-newton."
+    stage, y = theta
+    _, mu, _ = tilted_moments(Step(), centre, stage.spread, y)
+    return (mu - centre) / stage.spread - stage.solve(mu - stage.prior.mean)
 
-    still = lax.stop_gradient(stage)
-    value = lambda centre: sparse_mean_field_bound(centre, (still, y))
-    found = ascend(value, partial(force_and_step, still), still.prior.mean)
-    return solution(lambda centre: force_and_step(stage, centre)[0], found)
+
+def newton_step_on_centres(centre: Array, theta) -> Array:
+    "Newton's step in the means, taken back to the centres."
+    (stage, y), s2 = theta, theta[0].spread
+    _, mu, v = tilted_moments(Step(), centre, s2, y)
+    prior = stage.prior._replace(mean=jnp.zeros_like(mu))
+    precision = jnp.maximum(1 / v - 1 / s2, 0.0)
+    sites = Sites(force_on_centres(centre, theta), precision)
+    m, _ = posterior_of_sites(prior, sites)
+    step, _ = marginals(prior, sites, m @ prior.A, 0.0)
+    return step * s2 / v
+
+
+def best_centres(theta) -> Array:
+    "The centres at which the bound is best, given the stage and y."
+    return newton(theta[0].prior.mean, theta, value=sparse_mean_field_bound,
+                  force=force_on_centres, step=newton_step_on_centres)
 
 # %% ../nbs/31_expectation_propagation.ipynb #c041
 def check_probit(model):
@@ -439,13 +463,12 @@ class SparseMeanField(TwoStage):
     and O(N M) memory. [@hensman2015scalable, section 3.1]"""
 
     def bound(self, X, y):
-        stage = convolve(self.prior(X))
-        centres = best_centres(stage, y)
-        return at_optimum(centres, (stage, y), function=sparse_mean_field_bound)
+        theta = convolve(self.prior(X)), y
+        return at_optimum(theta, function=sparse_mean_field_bound, find=best_centres)
 
     def whitened(self, prior, y):
         stage = convolve(prior)
-        _, mu, v = tilted_moments(Step(), best_centres(stage, y), stage.spread, y)
+        _, mu, v = tilted_moments(Step(), best_centres((stage, y)), stage.spread, y)
         R = inverse_lower(cholesky(prior.A @ prior.A.T, "I + A Aᵀ", 1.0))
         W = R.T @ stage.V
         covariance = R.T @ R + (W * v) @ W.T  # @eq-mean-field-moments
@@ -458,7 +481,7 @@ class SparseMeanField(TwoStage):
 
 def _factors(approx, X, y):
     stage = convolve(approx.prior(X))
-    return best_centres(stage, y), stage.spread
+    return best_centres((stage, y)), stage.spread
 
 # %% ../nbs/31_expectation_propagation.ipynb #c044
 @precise
@@ -484,13 +507,12 @@ class WeakBound(TwoStage):
     def bound(self, X, y):
         prior = self.prior(X)
         B = cholesky(prior.A @ prior.A.T, "I + A Aᵀ", 1.0)
-        best = most_probable(prior, y)
-        value = at_optimum(best, (prior, y), function=log_joint)
+        value = at_optimum((prior, y), function=log_joint, find=most_probable)
         return value - 0.5 * (log_determinant(B) + jnp.sum(prior.D))
 
     def whitened(self, prior, y):
         B = cholesky(prior.A @ prior.A.T, "I + A Aᵀ", 1.0)
-        return most_probable(prior, y), inverse_lower(B).T
+        return most_probable((prior, y)), inverse_lower(B).T
 
 # %% ../nbs/31_expectation_propagation.ipynb #c044a
 def log_joint(m: Array, theta) -> Array:
@@ -500,19 +522,24 @@ def log_joint(m: Array, theta) -> Array:
     return jnp.sum(log_ndtr((2 * y - 1) * f)) - 0.5 * jnp.sum(m**2)
 
 
-def most_probable(prior: DataPrior, y: Array) -> Array:
-    "The v at which `log_joint` is largest, by Newton's method."
+def force_on_v(m: Array, theta) -> Array:
+    "The derivative of `log_joint`."
+    return jax.grad(log_joint)(m, theta)
+
+
+def newton_step_on_v(m: Array, theta) -> Array:
+    "Newton's step, a regression on sites with the curvatures of the likelihood."
+    prior, y = theta
     log_density = lambda f: jnp.sum(log_ndtr((2 * y - 1) * f))
+    f = prior.mean + m @ prior.A
+    _, curvature = jax.jvp(jax.grad(log_density), (f,), (jnp.ones_like(f),))
+    sites = Sites(f, jnp.maximum(-curvature, 0.0))
+    _, R = posterior_of_sites(prior._replace(D=jnp.zeros_like(f)), sites)
+    return R.T @ (R @ force_on_v(m, theta))
 
-    def force_and_step(prior, m):
-        f = prior.mean + m @ prior.A
-        slope, curvature = jax.jvp(jax.grad(log_density), (f,), (jnp.ones_like(f),))
-        sites = Sites(slope, jnp.maximum(-curvature, 0.0))
-        force = prior.A @ slope - m
-        _, R = posterior_of_sites(prior._replace(D=jnp.zeros_like(f)), sites)
-        return force, R.T @ (R @ force)
 
-    still = lax.stop_gradient(prior)
-    value, start = lambda m: log_joint(m, (still, y)), jnp.zeros_like(prior.A[:, 0])
-    found = ascend(value, partial(force_and_step, still), start)
-    return solution(lambda m: force_and_step(prior, m)[0], found)
+def most_probable(theta) -> Array:
+    "The v at which `log_joint` is largest."
+    start = jnp.zeros_like(theta[0].A[:, 0])
+    return newton(start, theta, value=log_joint,
+                  force=force_on_v, step=newton_step_on_v)

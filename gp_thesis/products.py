@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['CHUNK', 'PANEL', 'Projection', 'unexplained', 'project', 'Factor', 'with_inverse', 'solve', 'gram', 'still_gram',
            'move_factor', 'in_one_chunk', 'over_rows', 'log_normaliser', 'quadratic_forms', 'squares',
-           'training_marginals', 'at_optimum', 'solution']
+           'training_marginals', 'solution', 'at_optimum']
 
 # %% ../nbs/06_products.ipynb #c005
 from functools import partial
@@ -256,22 +256,34 @@ def training_marginals(
 
 # %% ../nbs/06_products.ipynb #c028
 @eqx.filter_custom_jvp
-def at_optimum(s, theta, *, function):
-    "function(s, theta), where its derivative in s is zero, @eq-stationary."
-    return function(s, theta)
+def solution(s, theta, *, residual):
+    """s, found by whatever means, with the derivative of residual(s, theta) = 0.
+
+    s is arrays, theta any tree; `residual` closes over nothing that has derivatives."""
+    return s
+
+
+@solution.def_jvp
+def _solution_jvp(primals, tangents, *, residual):
+    (s, theta), (_, d_theta) = primals, tangents
+    s = solution(s, theta, residual=residual)
+    _, force = eqx.filter_jvp(lambda theta: residual(s, theta), (theta,), (d_theta,))
+    in_s = lambda ds: jax.jvp(lambda s: residual(s, theta), (s,), (ds,))[1]
+    eps = jnp.finfo(jax.tree.leaves(s)[0].dtype).eps
+    krylov = lambda A, b: gmres(A, b, tol=100 * eps, restart=40, maxiter=20)[0]
+    ds = lax.custom_linear_solve(in_s, force, solve=krylov, transpose_solve=krylov)
+    return s, jax.tree.map(jnp.negative, ds)  # @eq-implicit
+
+
+@eqx.filter_custom_jvp
+def at_optimum(theta, *, function, find):
+    """function(s, theta) at s = find(theta), where its derivative in s is zero.
+
+    @eq-stationary. For second derivatives `find` ends with a `solution`."""
+    return function(find(theta), theta)
 
 
 @at_optimum.def_jvp
-def _at_optimum_jvp(primals, tangents, *, function):
-    (s, theta), (_, d_theta) = primals, tangents
-    return eqx.filter_jvp(lambda theta: function(s, theta), (theta,), (d_theta,))
-
-
-def solution(
-    residual,  # A function of s alone, in which theta is known
-    s,  # Where it is zero: arrays, found by whatever means
-):
-    "s as a function of all that `residual` depends on, @eq-implicit."
-    solve_linear = lambda f, b: gmres(f, b, tol=1e-12, restart=40, maxiter=20)[0]
-    s = jax.tree.map(lax.stop_gradient, s)
-    return lax.custom_root(residual, s, lambda f, s: s, solve_linear)
+def _at_optimum_jvp(primals, tangents, *, function, find):
+    s = find(*primals)
+    return eqx.filter_jvp(lambda theta: function(s, theta), primals, tangents)
