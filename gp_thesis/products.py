@@ -15,7 +15,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.scipy.sparse.linalg import gmres
+from jax.scipy.sparse.linalg import bicgstab
 from jaxtyping import Array
 
 from .linalg import (
@@ -270,7 +270,7 @@ def _solution_jvp(primals, tangents, *, residual):
     _, force = eqx.filter_jvp(lambda theta: residual(s, theta), (theta,), (d_theta,))
     in_s = lambda ds: jax.jvp(lambda s: residual(s, theta), (s,), (ds,))[1]
     eps = jnp.finfo(jax.tree.leaves(s)[0].dtype).eps
-    krylov = lambda A, b: gmres(A, b, tol=100 * eps, restart=40, maxiter=20)[0]
+    krylov = lambda A, b: bicgstab(A, b, tol=100 * eps, maxiter=200)[0]
     ds = lax.custom_linear_solve(in_s, force, solve=krylov, transpose_solve=krylov)
     return s, jax.tree.map(jnp.negative, ds)  # @eq-implicit
 
