@@ -334,7 +334,7 @@ def as_batches(
     devices: list | None = None,  # That share the rows of each batch
 ) -> Batches:
     "The source of batches that suits the data; ValueError if they are unusable."
-    devices = devices and tuple(devices)
+    devices = _as_devices(devices)
     if num_data is not None:
         _check_iterable(data, num_data, batch_size)
         return Epochs(check, data, devices, num_data)
@@ -360,6 +360,13 @@ def as_batches(
 def is_positive_integer(n) -> bool:
     "Whether `n` counts something."
     return isinstance(n, (int, np.integer)) and not isinstance(n, bool) and n >= 1
+
+
+def _as_devices(devices):
+    listed = isinstance(devices, (list, tuple)) and len(devices) > 0
+    if devices is None or listed and all(isinstance(d, jax.Device) for d in devices):
+        return devices and tuple(devices)
+    raise ValueError(f"devices must be a list such as jax.devices(), got {devices!r}")
 
 
 def _check_drawing(num_rows, batch_size, key):
