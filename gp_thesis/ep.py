@@ -4,13 +4,15 @@
 
 # %% auto #0
 __all__ = ['SLOWER', 'FASTER', 'DataPrior', 'Sites', 'full_prior', 'fitc_prior', 'posterior_of_sites', 'marginals', 'log_mass',
-           'Match', 'match_moments', 'look', 'sweep', 'FixedPoint', 'EP', 'GFITC', 'Step', 'TwoStage',
-           'SparseMeanField', 'weak_bound', 'WeakBound']
+           'Match', 'match_moments', 'look', 'sweep', 'FixedPoint', 'take_rounds', 'Settled', 'settle', 'ep_evidence',
+           'Sited', 'EP', 'check_inducing_variables', 'check_ep', 'GFITC', 'ascend', 'Step', 'Convolved', 'convolve',
+           'sparse_mean_field_bound', 'best_centres', 'check_probit', 'TwoStage', 'SparseMeanField', 'weak_bound',
+           'WeakBound', 'log_joint', 'most_probable']
 
 # %% ../nbs/31_expectation_propagation.ipynb #c004
-import warnings
 from abc import abstractmethod
-from typing import NamedTuple
+from functools import partial
+from typing import ClassVar, NamedTuple
 
 import equinox as eqx
 import jax
@@ -19,18 +21,19 @@ from jax import lax
 from jax.scipy.special import log_ndtr
 from jaxtyping import Array, Float
 
-from .exact import GP, check_data
+from .exact import GP, Approximation, compiled
 from .gaussians import kl_from_cholesky
-from .inducing import InducingPosterior, InducingVariables, inducing_factor
-from .likelihoods import Bernoulli, Likelihood
-from .linalg import add_diagonal, cholesky, factor_or_nan, inverse_lower, log_determinant, precise
-from .parameters import unwrap
-from .sparse import log_normaliser, solve_by_inverse
-from .variational import PointPosterior, check_count, tilted_moments
+from .inducing import (
+    InducingPosterior, InducingVariables, check_inducing, inducing_factor, projection)
+from .likelihoods import Bernoulli, Likelihood, tilted_moments
+from .linalg import (
+    add_diagonal, cholesky, factor_or_nan, inverse_lower, log_determinant, precise)
+from .products import at_optimum, log_normaliser, solution, with_inverse
+from .variational import PointPosterior, check_count
 
 # %% ../nbs/31_expectation_propagation.ipynb #c009
 class DataPrior(NamedTuple):
-    "f(X) = mean + Aᵀ v + ε with v ~ N(0, I), and ε ~ N(0, D) independent in every row, @eq-ep-prior."
+    "f(X) = mean + Aᵀ v + ε with v ~ N(0, I), ε ~ N(0, D), @eq-ep-prior."
     L: Array     # (M, M), u = L v
     A: Array     # (M, N)
     D: Array     # (N,)
@@ -44,34 +47,36 @@ class Sites(NamedTuple):
 
 
 def full_prior(model: GP, X: Array) -> DataPrior:
-    "The Gaussian process at X (N, D), with M = N and nothing left for ε. `unwrap` has been called on the model."
+    "The Gaussian process at X (N, D), with M = N and nothing left for ε."
     L = cholesky(model.kernel.evaluate(X), "K")
     return DataPrior(L, L.T, jnp.zeros(len(X), L.dtype), model.mean.evaluate(X))
 
 
 def fitc_prior(model: GP, inducing: InducingVariables, X: Array) -> DataPrior:
-    "Its FITC approximation at X (N, D), @eq-ep-fitc-prior. `unwrap` has been called on both."
+    "Its FITC approximation at X (N, D), @eq-ep-fitc-prior."
     L = inducing_factor(inducing, model.kernel)
-    A = solve_by_inverse(L, lax.stop_gradient(inverse_lower(L)), inducing.cross_covariance(model.kernel, X), True)
-    D = jnp.maximum(model.kernel.evaluate_diag(X) - jnp.sum(A**2, axis=0), 0.0)
+    A, D = projection(inducing, model.kernel, with_inverse(L), X)
     return DataPrior(L, A, D, model.mean.evaluate(X))
 
 # %% ../nbs/31_expectation_propagation.ipynb #c011
 def _potentials(prior, sites):
-    "1 + D τ and b, then P and β of the sites as functions of v, once ε is integrated out, @eq-ep-potentials."
+    "1 + D τ and b, then P and β of the sites as functions of v, @eq-ep-potentials."
     s, b = 1 + prior.D * sites.precision, sites.shift - sites.precision * prior.mean
     return s, b, sites.precision / s, b / s
 
 
 def posterior_of_sites(prior: DataPrior, sites: Sites) -> tuple[Array, Array]:
-    "Mean m (M,) of v under q, and R (M, M) with covariance RᵀR, @eq-ep-posterior; NaN where there is no such Gaussian."
+    "Mean m (M,) of v, and R (M, M) with covariance RᵀR, @eq-ep-posterior, or NaN."
     _, _, P, beta = _potentials(prior, sites)
-    R = inverse_lower(factor_or_nan(add_diagonal((prior.A * P) @ prior.A.T, 1.0)))
+    B = add_diagonal((prior.A * P) @ prior.A.T, 1.0)
+    R = inverse_lower(factor_or_nan(B))
     return R.T @ (R @ (prior.A @ beta)), R
 
 
-def marginals(prior: DataPrior, sites: Sites, h: Array, w: Array) -> tuple[Array, Array]:
-    "Mean and variance of f under q from h and w, those of Aᵀv, entry by entry, @eq-ep-marginals."
+def marginals(
+    prior: DataPrior, sites: Sites, h: Array, w: Array
+) -> tuple[Array, Array]:
+    "Mean and variance of f under q from h and w, those of Aᵀv, @eq-ep-marginals."
     s, b, _, _ = _potentials(prior, sites)
     return prior.mean + (h + prior.D * b) / s, (prior.D + w / s) / s
 
@@ -79,7 +84,8 @@ def marginals(prior: DataPrior, sites: Sites, h: Array, w: Array) -> tuple[Array
 def log_mass(sites: Sites, mean: Array, var: Array) -> Array:
     "log ∫ t_n(f) N(f | mean, var) df, entry by entry, @eq-ep-site-mass."
     s, b = 1 + var * sites.precision, sites.shift - sites.precision * mean
-    return mean * (sites.shift - 0.5 * sites.precision * mean) + 0.5 * (var * b**2 / s - jnp.log(s))
+    linear = mean * (sites.shift - 0.5 * sites.precision * mean)
+    return linear + 0.5 * (var * b**2 / s - jnp.log(s))
 
 # %% ../nbs/31_expectation_propagation.ipynb #c013
 class Match(NamedTuple):
@@ -87,53 +93,61 @@ class Match(NamedTuple):
     mean: Array    # of the cavity, @eq-ep-cavity
     var: Array
     target: Sites  # the sites that would match moments, @eq-ep-match
-    misfit: Array  # how far the moments are from it, @eq-ep-misfit; infinite if the cavity is no Gaussian
+    misfit: Array  # @eq-ep-misfit; infinite if the cavity is no Gaussian
 
 
-def match_moments(likelihood: Likelihood, y: Array, sites: Sites, mean: Array, var: Array) -> Match:
+def match_moments(
+    likelihood: Likelihood, y: Array, sites: Sites, mean: Array, var: Array
+) -> Match:
     "Deletion and projection, given the marginals of q, entry by entry."
     rest = 1 - sites.precision * var
-    cavity_mean, cavity_var = (mean - sites.shift * var) / rest, var / rest         # @eq-ep-cavity
-    log_Z = lambda mean, var: jnp.sum(likelihood.predictive_log_density(mean, var, y))
-    slope, slope_var = jax.grad(log_Z, argnums=(0, 1))(cavity_mean, cavity_var)
-    m, v = cavity_mean + cavity_var * slope, cavity_var + cavity_var**2 * (2 * slope_var - slope**2)  # @eq-ep-projection
+    cavity = (mean - sites.shift * var) / rest, var / rest         # @eq-ep-cavity
+    _, m, v = tilted_moments(likelihood, *cavity, y)               # @eq-ep-projection
     v = jnp.maximum(v, var / 100)
-    target = Sites(m / v - cavity_mean / cavity_var, 1 / v - 1 / cavity_var)        # @eq-ep-match
-    misfit = jnp.maximum(jnp.abs(m - mean) / jnp.sqrt(var), jnp.abs(v / var - 1))   # @eq-ep-misfit
-    proper = (rest > 0) & (var > 0) & jnp.isfinite(misfit)
-    return Match(cavity_mean, cavity_var, target, jnp.where(proper, misfit, jnp.inf))
+    target = Sites(m / v - cavity[0] / cavity[1], 1 / v - 1 / cavity[1])  # @eq-ep-match
+    misfit = jnp.maximum(jnp.abs(m - mean) / jnp.sqrt(var), jnp.abs(v / var - 1))
+    proper = (rest > 0) & (var > 0) & jnp.isfinite(misfit)         # @eq-ep-misfit
+    return Match(*cavity, target, jnp.where(proper, misfit, jnp.inf))
 
 
 def look(likelihood: Likelihood, prior: DataPrior, y: Array, sites: Sites) -> Match:
-    "`match_moments` for all observations at once. If q is no Gaussian, every misfit is infinite."
+    "All observations at once. If q is no Gaussian, every misfit is infinite."
     m, R = posterior_of_sites(prior, sites)
-    found = match_moments(likelihood, y, sites, *marginals(prior, sites, m @ prior.A, jnp.sum((R @ prior.A) ** 2, axis=0)))
-    return found._replace(misfit=jnp.where(1 + prior.D * sites.precision > 0, found.misfit, jnp.inf))
+    w = jnp.sum((R @ prior.A) ** 2, axis=0)
+    q = marginals(prior, sites, m @ prior.A, w)
+    found = match_moments(likelihood, y, sites, *q)
+    proper = 1 + prior.D * sites.precision > 0
+    return found._replace(misfit=jnp.where(proper, found.misfit, jnp.inf))
 
 # %% ../nbs/31_expectation_propagation.ipynb #c015
 def sweep(likelihood: Likelihood, prior: DataPrior, y: Array, sites: Sites) -> Sites:
-    "The sites after each in turn was matched to what q has become by then, with rank-one updates, @eq-ep-rank-one."
+    "Sites after each in turn was matched to what q has become by then."
     rows = prior._replace(L=None, A=prior.A.T)
 
     def visit(n, state):
-        sites, C, projected = state  # C is the covariance of v, and `projected` is A β
+        sites, C, projected = state  # C is the covariance of v, `projected` is A β
         row, site = jax.tree.map(lambda x: x[n], (rows, sites))
         c = C @ row.A
         w = row.A @ c
-        found = match_moments(likelihood, y[n], site, *marginals(row, site, c @ projected, w))
+        q = marginals(row, site, c @ projected, w)
+        found = match_moments(likelihood, y[n], site, *q)
         _, _, P_old, beta_old = _potentials(row, site)
         s, _, P, beta = _potentials(row, found.target)
         growth = 1 + (P - P_old) * w
         proper = (s > 0) & (growth > 0) & jnp.isfinite(found.misfit)
-        return (jax.tree.map(lambda x, new: x.at[n].set(jnp.where(proper, new, x[n])), sites, found.target),
-                C - jnp.where(proper, (P - P_old) / growth, 0.0) * jnp.outer(c, c),
-                projected + jnp.where(proper, beta - beta_old, 0.0) * row.A)
+        put = lambda x, new: x.at[n].set(jnp.where(proper, new, x[n]))
+        shrink = jnp.where(proper, (P - P_old) / growth, 0.0)
+        gain = jnp.where(proper, beta - beta_old, 0.0)
+        return (jax.tree.map(put, sites, found.target),
+                C - shrink * jnp.outer(c, c),  # @eq-ep-rank-one
+                projected + gain * row.A)
 
     R, beta = posterior_of_sites(prior, sites)[1], _potentials(prior, sites)[3]
-    return lax.fori_loop(0, len(y), visit, (sites, R.T @ R, prior.A @ beta))[0]
+    start = sites, R.T @ R, prior.A @ beta
+    return lax.fori_loop(0, len(y), visit, start)[0]
 
 # %% ../nbs/31_expectation_propagation.ipynb #c017
-SLOWER, FASTER = 0.6, 1.1  # factors of the rate after a round that made the misfit larger or smaller
+SLOWER, FASTER = 0.6, 1.1  # factors of the rate after a worse or a better round
 
 
 class FixedPoint(NamedTuple):
@@ -145,10 +159,8 @@ class FixedPoint(NamedTuple):
     rounds: Array  # how many it took
 
 
-def _fixed_point(approx, prior, y):
+def take_rounds(approx, likelihood, prior, y) -> FixedPoint:
     "Rounds of EP from sites that are one, none of which leaves the Gaussians."
-    likelihood = approx.model.likelihood
-    pick = lambda chosen, new, old: jax.tree.map(lambda a, b: jnp.where(chosen, a, b), new, old)
     worst = lambda found: jnp.max(found.misfit)
 
     def round(state):
@@ -156,170 +168,181 @@ def _fixed_point(approx, prior, y):
         goal = sweep(likelihood, prior, y, sites) if approx.sequential else found.target
         moved = jax.tree.map(lambda old, new: old + rate * (new - old), sites, goal)
         seen = look(likelihood, prior, y, moved)
-        sites_found = pick(jnp.isfinite(worst(seen)), (moved, seen), (sites, found))
-        rate = jnp.where(worst(seen) < worst(found), jnp.minimum(FASTER * rate, approx.rate), SLOWER * rate)
-        return *sites_found, rate, rounds + 1
+        keep = partial(jnp.where, jnp.isfinite(worst(seen)))
+        better = worst(seen) < worst(found)
+        faster = jnp.minimum(FASTER * rate, approx.rate)
+        rate = jnp.where(better, faster, SLOWER * rate)
+        return *jax.tree.map(keep, (moved, seen), (sites, found)), rate, rounds + 1
 
-    zeros = jnp.zeros_like(y)
-    start = Sites(zeros, zeros)
+    start = Sites(jnp.zeros_like(y), jnp.zeros_like(y))
     tolerance = max(approx.tolerance, 1000 * float(jnp.finfo(y.dtype).eps))
-    unfinished = lambda state: (worst(state[1]) > tolerance) & (state[3] < approx.rounds)
-    state = start, look(likelihood, prior, y, start), jnp.asarray(approx.rate, y.dtype), jnp.asarray(0)
-    sites, found, _, rounds = lax.while_loop(unfinished, round, state)
+    goes_on = lambda state: (worst(state[1]) > tolerance) & (state[3] < approx.rounds)
+    rate, first = jnp.asarray(approx.rate, y.dtype), look(likelihood, prior, y, start)
+    state = lax.while_loop(goes_on, round, (start, first, rate, jnp.asarray(0)))
+    sites, found, _, rounds = state
     return FixedPoint(sites, found.mean, found.var, worst(found), rounds)
 
 # %% ../nbs/31_expectation_propagation.ipynb #c019
-def _evidence(prior, likelihood, y, point):
-    "EP's log evidence @eq-ep-evidence at a fixed point, where it is stationary in all that the rounds have set."
-    sites = point.sites
-    _, _, P, beta = _potentials(prior, sites)
-    tilted = likelihood.predictive_log_density(point.mean, point.var, y) - log_mass(sites, point.mean, point.var)
-    return jnp.sum(tilted + log_mass(sites, prior.mean, prior.D)) + log_normaliser((prior.A * P) @ prior.A.T, prior.A @ beta)
-
-# %% ../nbs/31_expectation_propagation.ipynb #c021
-def _check_rows(approx, X, y, num_data=None):
-    "X and y as arrays, if they fit the approximation; else a ValueError, or a warning if the full process were cheaper."
-    X, y = check_data(approx.model, X, y)
-    if y.ndim != 1:
-        raise ValueError(f"y must have shape ({len(X)},), one observation for each row of X, got {y.shape}")
-    if num_data not in (None, len(X)):
-        raise ValueError(f"all data are needed at once: num_data must be {len(X)}, the rows of X, got {num_data}")
-    inducing = getattr(approx, "inducing", None)
-    if inducing is not None and X.shape[1] != inducing.num_dims:
-        raise ValueError(f"X must have {inducing.num_dims} columns, as the inducing variables have, got shape {X.shape}")
-    if inducing is not None and len(inducing) > len(X):
-        warnings.warn(f"{len(inducing)} inducing variables for {len(X)} rows: EP for the full process costs less", stacklevel=3)
-    return X, y
+class Settled(NamedTuple):
+    "Sites and cavities at a fixed point, as functions of prior and likelihood."
+    sites: Sites
+    mean: Array    # of the cavities, (N,)
+    var: Array     # of the cavities, (N,)
 
 
-def _check_inducing(inducing):
-    "ValueError unless these are inducing variables."
-    if not isinstance(inducing, InducingVariables):
-        raise ValueError(f"inducing must be inducing variables such as InducingPoints(Z), got {type(inducing).__name__}")
+def settle(approx, prior, y) -> Settled:
+    "Rounds of EP, then @eq-implicit: the sites match moments, the cavities are theirs."
+    likelihood = approx.model.likelihood
+    point = take_rounds(approx, *lax.stop_gradient((likelihood, prior)), y)
+
+    def residual(s):
+        seen = look(likelihood, prior, y, s.sites)
+        return jax.tree.map(jnp.subtract, Settled(seen.target, seen.mean, seen.var), s)
+
+    return solution(residual, Settled(point.sites, point.mean, point.var))
+
+
+def ep_evidence(s: Settled, theta) -> Array:
+    "@eq-ep-evidence, stationary in all of s at a fixed point."
+    prior, likelihood, y = theta
+    _, _, P, beta = _potentials(prior, s.sites)
+    tilted = likelihood.predictive_log_density(s.mean, s.var, y)
+    tilted = tilted - log_mass(s.sites, s.mean, s.var)
+    gaussian = log_normaliser((prior.A * P) @ prior.A.T, prior.A @ beta)
+    return jnp.sum(tilted + log_mass(s.sites, prior.mean, prior.D)) + gaussian
 
 # %% ../nbs/31_expectation_propagation.ipynb #c022
-class EP(eqx.Module):
-    """Expectation propagation for any likelihood with one latent function, y (N,): @eq-ep-evidence and @eq-ep-posterior.
-
-    The rounds start anew in every call. All sites move at once, or one after the other, where a round costs about as much
-    arithmetic but none of it in large products. O(N³) time for each round and O(N²) memory. [@minka2001; @bui2017thesis, section 2.3.8]"""
+class Sited(Approximation):
+    "Rounds of EP, anew in every call, under the `prior` that a subclass chooses."
     model: GP
-    rate: float = eqx.field(static=True)
-    tolerance: float = eqx.field(static=True)
-    rounds: int = eqx.field(static=True)
-    sequential: bool = eqx.field(static=True)
+    # Of its step that a site takes at most:
+    rate: float = eqx.field(default=1.0, static=True, kw_only=True)
+    # The largest misfit @eq-ep-misfit that counts as none:
+    tolerance: float = eqx.field(default=1e-6, static=True, kw_only=True)
+    # How many to take at most:
+    rounds: int = eqx.field(default=100, static=True, kw_only=True)
+    # Whether a site meets the updates of those before it:
+    sequential: bool = eqx.field(default=False, static=True, kw_only=True)
+    needs_all_rows: ClassVar[bool] = True
+    posterior_needs: ClassVar[tuple[str, ...]] = ("X", "y")
 
-    def __init__(
-        self,
-        model: GP,
-        *,
-        rate: float = 1.0,  # The fraction of its step that a site takes at most; less after steps that made things worse
-        tolerance: float = 1e-6,  # Largest misfit @eq-ep-misfit that counts as none
-        rounds: int = 100,  # How many to take at most
-        sequential: bool = False,  # Whether each site meets the updates of those before it
-    ):
-        if not isinstance(model, GP) or model.likelihood.num_latents is not None:
-            raise ValueError(f"model must be a GP whose observations depend on one function value each, got {model!r}")
-        if not 0 < rate <= 1:
-            raise ValueError(f"rate must be above 0 and at most 1, got {rate!r}")
-        if not 0 < tolerance < 1:
-            raise ValueError(f"tolerance must be between 0 and 1, got {tolerance!r}")
-        check_count(rounds, "rounds")
-        self.model, self.rate, self.tolerance, self.rounds, self.sequential = model, rate, tolerance, rounds, sequential
+    @abstractmethod
+    def prior(self, X: Array) -> DataPrior: ...
 
-    def prior(self, X: Array) -> DataPrior:
-        "What the rounds take for the prior at X; `unwrap` has been called on the approximation."
-        return full_prior(self.model, X)
+    @abstractmethod
+    def process(self, X: Array, L: Array, m: Array, S_factor: Array): ...
 
-    def objective(self, X, y, *, num_data: int | None = None) -> Float[Array, ""]:
-        "EP's approximation of log p(y) for y (N,) at X (N, D), @eq-ep-evidence. Raises ValueError for unusable data."
-        return _objective(self, *_check_rows(self, X, y, num_data))
+    def bound(self, X, y):
+        prior = self.prior(X)
+        theta = prior, self.model.likelihood, y
+        return at_optimum(settle(self, prior, y), theta, function=ep_evidence)
 
-    def posterior(self, X, y) -> PointPosterior:
-        "q(f) for all inputs, given y (N,) at X (N, D). Raises ValueError for unusable data."
-        X, y = _check_rows(self, X, y)
-        return PointPosterior(unwrap(self.model), X, *_posterior(self, X, y))
+    def q_f(self, X, y):
+        prior = self.prior(X)
+        m, R = posterior_of_sites(prior, settle(self, prior, y).sites)
+        return self.process(X, prior.L, m, R.T)
 
     def fixed_point(self, X, y) -> FixedPoint:
-        "The sites for y (N,) at X (N, D), their cavities, what misfit is left, and after how many rounds."
-        return _found(self, *_check_rows(self, X, y))
+        "The sites, their cavities, what misfit is left, and after how many rounds."
+        return compiled(_found, self, *self.check(X, y))
+
+    def latent_shape(self, rows):
+        return (rows,)
+
+    def __check_init__(self):
+        check_ep(self)
 
 # %% ../nbs/31_expectation_propagation.ipynb #c023
-@eqx.filter_jit
-@precise
 def _found(approx, X, y):
-    approx = unwrap(approx)
-    return _fixed_point(approx, approx.prior(X), y)
+    return take_rounds(approx, approx.model.likelihood, approx.prior(X), y)
 
 
-@eqx.filter_jit
-@precise
-def _objective(approx, X, y):
-    approx = unwrap(approx)
-    prior = approx.prior(X)
-    point = _fixed_point(*lax.stop_gradient((approx, prior)), y)  # @eq-ep-stationary
-    return _evidence(prior, approx.model.likelihood, y, lax.stop_gradient(point))
+class EP(Sited):
+    """Expectation propagation for likelihoods with one latent function, y (N,).
+
+    All sites move at once or, `sequential`, one after the other, where a round costs
+    about as much arithmetic but none of it in large products. O(N³) time for a round,
+    O(N²) memory. [@minka2001; @bui2017thesis, section 2.3.8]"""
+
+    def prior(self, X):
+        return full_prior(self.model, X)
+
+    def process(self, X, L, m, S_factor):
+        return PointPosterior(self.model, X, L, m, S_factor)
+
+# %% ../nbs/31_expectation_propagation.ipynb #c023a
+def check_inducing_variables(inducing):
+    "ValueError unless these are inducing variables."
+    if not isinstance(inducing, InducingVariables):
+        raise ValueError("inducing must be inducing variables such as "
+                         f"InducingPoints(Z), got {type(inducing).__name__}")
 
 
-@eqx.filter_jit
-@precise
-def _posterior(approx, X, y):
-    approx = unwrap(approx)
-    prior = approx.prior(X)
-    m, R = posterior_of_sites(prior, _fixed_point(approx, prior, y).sites)
-    return prior.L, m, R.T
+def check_ep(approx):
+    "ValueError for a model or settings that the rounds cannot use."
+    model, rate, tolerance = approx.model, approx.rate, approx.tolerance
+    if not isinstance(model, GP) or model.likelihood.num_latents is not None:
+        raise ValueError("model must be a GP whose observations depend on one function "
+                         f"value each, got {model!r}")
+    if not 0 < rate <= 1:
+        raise ValueError(f"rate must be above 0 and at most 1, got {rate!r}")
+    if not 0 < tolerance < 1:
+        raise ValueError(f"tolerance must be between 0 and 1, got {tolerance!r}")
+    check_count(approx.rounds, "rounds")
 
 # %% ../nbs/31_expectation_propagation.ipynb #c031
-class GFITC(EP):
-    """Generalised FITC: EP with FITC's prior in the place of the process, @eq-ep-fitc-prior. [@naish2008]
+class GFITC(Sited):
+    """Generalised FITC: EP under FITC's prior, @eq-ep-fitc-prior. [@naish2008]
 
-    For any likelihood with one latent function, y (N,). With a Gaussian one it is `FITC`, and with all inputs for inducing
-    points it is `EP`. O(N M²) time for each round and O(N M) memory."""
+    For any likelihood with one latent function, y (N,). With a Gaussian one it is
+    `FITC`, and with all inputs for inducing points it is `EP`. Settings as for `EP`.
+    O(N M²) time for a round and O(N M) memory."""
     inducing: InducingVariables
-
-    def __init__(
-        self,
-        model: GP,
-        inducing: InducingVariables,  # Such as InducingPoints(Z)
-        **settings,  # As for `EP`
-    ):
-        _check_inducing(inducing)
-        super().__init__(model, **settings)
-        self.inducing = inducing
 
     def prior(self, X):
         return fitc_prior(self.model, self.inducing, X)
 
-    def posterior(self, X, y) -> InducingPosterior:
-        "q(f) for all inputs, given y (N,) at X (N, D). Raises ValueError for unusable data."
-        X, y = _check_rows(self, X, y)
-        return InducingPosterior(unwrap(self.model), unwrap(self.inducing), *_posterior(self, X, y))
+    def process(self, X, L, m, S_factor):
+        return InducingPosterior(self.model, self.inducing, L, m, S_factor)
+
+    def check(self, X, y=None):
+        X, y = super().check(X, y)
+        check_inducing(self.inducing, X)
+        return X, y
+
+    def __check_init__(self):
+        check_inducing_variables(self.inducing)
 
 # %% ../nbs/31_expectation_propagation.ipynb #c037
-def _ascend(value, direction, start):
-    "Newton's method, its steps halved until they do not lead down. `direction` gives a step and the slope along it."
+def ascend(value, direction, start):
+    """Newton's method, its steps halved until they do not lead down.
+
+    `direction` gives the gradient and Newton's step."""
     eps = jnp.finfo(start.dtype).eps
 
     def move(state):
         x, _, steps = state
-        step, slope = direction(x)
+        force, step = direction(x)
         floor = value(x)
         floor = floor - 100 * eps * jnp.abs(floor)  # rounding
-        length = lax.while_loop(lambda t: ~(value(x + t * step) >= floor) & (t > eps), lambda t: 0.5 * t, jnp.ones((), x.dtype))
-        return x + length * step, slope, steps + 1
+        worse = lambda t: ~(value(x + t * step) >= floor) & (t > eps)
+        one = jnp.ones((), x.dtype)
+        length = lax.while_loop(worse, lambda t: 0.5 * t, one)
+        return x + length * step, force @ step, steps + 1
 
+    goes_on = lambda state: (state[1] > jnp.sqrt(eps)) & (state[2] < 100)
     state = start, jnp.asarray(jnp.inf, start.dtype), 0
-    return lax.while_loop(lambda state: (state[1] > jnp.sqrt(eps)) & (state[2] < 100), move, state)[0]
+    return lax.while_loop(goes_on, move, state)[0]
 
 # %% ../nbs/31_expectation_propagation.ipynb #c039
 class Step(Likelihood):
     "y is 1 where g is positive and 0 elsewhere, @eq-step."
 
-    def predictive_log_density(self, mean, var, y):
+    def log_tilted(self, mean, var, y, power=1.0):
         return log_ndtr((2 * y - 1) * mean / jnp.sqrt(var))
 
 
-class _Convolved(NamedTuple):
+class Convolved(NamedTuple):
     "N(g | mean, Q + I) and what the first stage has cost."
     prior: DataPrior  # of g: D is one
     V: Array          # (M, N), (Q + I)⁻¹ = I - VᵀV
@@ -327,160 +350,169 @@ class _Convolved(NamedTuple):
     log_det: Array    # log|Q + I|
     price: Array      # tr(K - Q) / 2
 
+    def solve(self, r):
+        "(Q + I)⁻¹ r."
+        return r - self.V.T @ (self.V @ r)
 
-def _convolve(prior):
+
+def convolve(prior: DataPrior) -> Convolved:
+    "The first stage."
     B = cholesky(prior.A @ prior.A.T, "I + A Aᵀ", 1.0)
     V = inverse_lower(B) @ prior.A
     rest = jnp.maximum(1 - jnp.sum(V**2, axis=0), jnp.finfo(V.dtype).eps)
-    return _Convolved(prior._replace(D=jnp.ones_like(prior.D)), V, 1 / rest, log_determinant(B), 0.5 * jnp.sum(prior.D))
+    of_g, price = prior._replace(D=jnp.ones_like(prior.D)), 0.5 * jnp.sum(prior.D)
+    return Convolved(of_g, V, 1 / rest, log_determinant(B), price)
 
 
-def _solve_convolved(stage, r):
-    "(Q + I)⁻¹ r."
-    return r - stage.V.T @ (stage.V @ r)
-
-
-def _mean_field_bound(stage, y, centre):
+def sparse_mean_field_bound(centre: Array, theta) -> Array:
     "@eq-sparse-mean-field."
+    stage, y = theta
     log_Z, mu, _ = tilted_moments(Step(), centre, stage.spread, y)
-    r = mu - stage.prior.mean
-    entropic = jnp.sum(log_Z + 0.5 * jnp.log(stage.spread) + 0.5 * (mu - centre) ** 2 / stage.spread)
-    return entropic - 0.5 * (r @ _solve_convolved(stage, r) + stage.log_det) - stage.price
+    r, s2 = mu - stage.prior.mean, stage.spread
+    gain = jnp.sum(log_Z + 0.5 * jnp.log(s2) + 0.5 * (mu - centre) ** 2 / s2)
+    return gain - 0.5 * (r @ stage.solve(r) + stage.log_det) - stage.price
 
-
-def _mean_field_centres(stage, y):
-    "The centres at which the bound is best, by Newton's method in the means of the factors, @eq-mean-field-newton."
-    def direction(centre):
+# %% ../nbs/31_expectation_propagation.ipynb #c039a
+def best_centres(stage: Convolved, y: Array) -> Array:
+    "The centres at which the bound is best, by Newton's method in the means."
+    def force_and_step(stage, centre):
         _, mu, v = tilted_moments(Step(), centre, stage.spread, y)
-        force = (mu - centre) / stage.spread - _solve_convolved(stage, mu - stage.prior.mean)
-        prior, sites = stage.prior._replace(mean=jnp.zeros_like(mu)), Sites(force, jnp.maximum(1 / v - 1 / stage.spread, 0.0))
+        r, s2 = mu - stage.prior.mean, stage.spread
+        force = (mu - centre) / s2 - stage.solve(r)  # @eq-mean-field-newton
+        prior = stage.prior._replace(mean=jnp.zeros_like(mu))
+        sites = Sites(force, jnp.maximum(1 / v - 1 / s2, 0.0))
         m, _ = posterior_of_sites(prior, sites)
         step, _ = marginals(prior, sites, m @ prior.A, 0.0)
-        return step * stage.spread / v, force @ step
+        return force, step * s2 / v
 
-    return _ascend(lambda centre: _mean_field_bound(stage, y, centre), direction, stage.prior.mean)
+    still = lax.stop_gradient(stage)
+    value = lambda centre: sparse_mean_field_bound(centre, (still, y))
+    found = ascend(value, partial(force_and_step, still), still.prior.mean)
+    return solution(lambda centre: force_and_step(stage, centre)[0], found)
 
 # %% ../nbs/31_expectation_propagation.ipynb #c041
-def _check_probit(model):
+def check_probit(model):
     "ValueError unless this is a model of labels through the probit link."
-    if not isinstance(model, GP) or not isinstance(model.likelihood, Bernoulli) or model.likelihood.link != "probit":
-        raise ValueError(f"model must be a GP with the likelihood Bernoulli('probit'), got {model!r}")
+    likelihood = getattr(model, "likelihood", None)
+    if not isinstance(likelihood, Bernoulli) or likelihood.link != "probit":
+        raise ValueError("model must be a GP with the likelihood Bernoulli('probit'), "
+                         f"got {model!r}")
 
 
-class TwoStage(eqx.Module):
-    "Lower bounds for labels through the probit link that put inducing variables into the prior first, @eq-first-stage."
+class TwoStage(Approximation):
+    """Bounds for labels through the probit link that put inducing variables into the
+    prior first, @eq-first-stage. Subclasses give `bound` and `whitened`, q(v)."""
     model: GP
     inducing: InducingVariables
+    needs_all_rows: ClassVar[bool] = True
+    posterior_needs: ClassVar[tuple[str, ...]] = ("X", "y")
 
     def __check_init__(self):
-        _check_probit(self.model), _check_inducing(self.inducing)
-
-    @abstractmethod
-    def bound(self, prior: DataPrior, y: Array) -> Array:
-        "The bound, for an approximation that has been unwrapped."
+        check_probit(self.model), check_inducing_variables(self.inducing)
 
     @abstractmethod
     def whitened(self, prior: DataPrior, y: Array) -> tuple[Array, Array]:
-        "m (M,) and S_factor (M, M) of q(v), likewise."
+        "m (M,) and S_factor (M, M) of q(v)."
 
-    def objective(self, X, y, *, num_data: int | None = None) -> Float[Array, ""]:
-        "A lower bound of log p(y) for labels y (N,) at X (N, D). Raises ValueError for unusable data."
-        return _two_stage_bound(self, *_check_rows(self, X, y, num_data))
+    def prior(self, X: Array) -> DataPrior:
+        return fitc_prior(self.model, self.inducing, X)
 
-    def posterior(self, X, y) -> InducingPosterior:
-        "q(f) for all inputs, given labels y (N,) at X (N, D). Raises ValueError for unusable data."
-        X, y = _check_rows(self, X, y)
-        return InducingPosterior(unwrap(self.model), unwrap(self.inducing), *_two_stage_posterior(self, X, y))
+    def q_f(self, X, y):
+        prior = self.prior(X)
+        v = self.whitened(prior, y)
+        return InducingPosterior(self.model, self.inducing, prior.L, *v)
 
+    def latent_shape(self, rows):
+        return (rows,)
 
-@eqx.filter_jit
-@precise
-def _two_stage_bound(approx, X, y):
-    approx = unwrap(approx)
-    return approx.bound(fitc_prior(approx.model, approx.inducing, X), y)
-
-
-@eqx.filter_jit
-@precise
-def _two_stage_posterior(approx, X, y):
-    approx = unwrap(approx)
-    prior = fitc_prior(approx.model, approx.inducing, X)
-    return prior.L, *approx.whitened(prior, y)
+    def check(self, X, y=None):
+        X, y = super().check(X, y)
+        check_inducing(self.inducing, X)
+        return X, y
 
 # %% ../nbs/31_expectation_propagation.ipynb #c042
 class SparseMeanField(TwoStage):
-    """The sparse mean field bound @eq-sparse-mean-field: truncated Gaussians for the convolved values g, one for each label.
+    """The sparse mean field bound @eq-sparse-mean-field: a truncated Gaussian for the
+    convolved value g behind each label, with the best centres in every call.
 
-    Their N centres are set to the best ones in every call. q(f) is taken for Gaussian with the moments of @eq-mean-field-moments.
-    O(N M²) time and O(N M) memory. [@hensman2015scalable, section 3.1]"""
+    q(f) is taken for Gaussian with the moments of @eq-mean-field-moments. O(N M²) time
+    and O(N M) memory. [@hensman2015scalable, section 3.1]"""
 
-    def bound(self, prior, y):
-        stage = _convolve(prior)
-        return _mean_field_bound(stage, y, lax.stop_gradient(_mean_field_centres(lax.stop_gradient(stage), y)))
+    def bound(self, X, y):
+        stage = convolve(self.prior(X))
+        centres = best_centres(stage, y)
+        return at_optimum(centres, (stage, y), function=sparse_mean_field_bound)
 
     def whitened(self, prior, y):
-        stage = _convolve(prior)
-        _, mu, v = tilted_moments(Step(), _mean_field_centres(stage, y), stage.spread, y)
+        stage = convolve(prior)
+        _, mu, v = tilted_moments(Step(), best_centres(stage, y), stage.spread, y)
         R = inverse_lower(cholesky(prior.A @ prior.A.T, "I + A Aᵀ", 1.0))
         W = R.T @ stage.V
-        return W @ (mu - prior.mean), cholesky(R.T @ R + (W * v) @ W.T, "the covariance of v")  # @eq-mean-field-moments
+        covariance = R.T @ R + (W * v) @ W.T  # @eq-mean-field-moments
+        return W @ (mu - prior.mean), cholesky(covariance, "the covariance of v")
 
     def factors(self, X, y) -> tuple[Float[Array, "N"], Float[Array, "N"]]:
-        "Centres a and variances s² of the Gaussians of which q(g) has what lies on the side of the label, (N,) both."
-        return _mean_field_factors(self, *_check_rows(self, X, y))
+        "Centres a and variances s² of the Gaussians that are cut for q(g), (N,) both."
+        return compiled(_factors, self, *self.check(X, y))
 
 
-@eqx.filter_jit
-@precise
-def _mean_field_factors(approx, X, y):
-    approx = unwrap(approx)
-    stage = _convolve(fitc_prior(approx.model, approx.inducing, X))
-    return _mean_field_centres(stage, y), stage.spread
+def _factors(approx, X, y):
+    stage = convolve(approx.prior(X))
+    return best_centres(stage, y), stage.spread
 
 # %% ../nbs/31_expectation_propagation.ipynb #c044
 @precise
 def weak_bound(
-    q: InducingPosterior | PointPosterior,  # Any q(u), and a model of labels through the probit link
+    q: InducingPosterior | PointPosterior,  # Any q(u), and a model with the probit link
     X: Array,  # Inputs, (B, D): all rows or a minibatch
     y: Array,  # Labels, (B,)
     num_data: int | None = None,  # Rows of all data, if X and y are a minibatch
 ) -> Float[Array, ""]:
-    "The scalable two-stage bound of log p(y), @eq-weak-bound; of a minibatch an unbiased estimate."
-    _check_probit(q.model)
-    terms = log_ndtr((2 * y - 1) * q.latent_mean(X)) - 0.5 * q.latent_variance(X)
-    return jnp.sum(terms) * (1 if num_data is None else num_data / len(X)) - kl_from_cholesky(q.m, q.S_factor)
+    "The scalable two-stage bound of log p(y), @eq-weak-bound, or its estimate."
+    check_probit(q.model)
+    (mean, var), scale = q.latent_marginals(X), (num_data or len(X)) / len(X)
+    terms = log_ndtr((2 * y - 1) * mean) - 0.5 * var
+    return jnp.sum(terms) * scale - kl_from_cholesky(q.m, q.S_factor)
 
 
 class WeakBound(TwoStage):
-    """The scalable two-stage bound at its best q(u), @eq-weak-optimum: the mean of q is the most probable u.
+    """The scalable two-stage bound at its best q(u), @eq-weak-optimum.
 
-    The mean is found by Newton's method in every call. O(N M²) time and O(N M) memory. [@hensman2015scalable, section 3.2]"""
+    The mean of q is the most probable u, by Newton's method in every call. O(N M²) time
+    and O(N M) memory. [@hensman2015scalable, section 3.2]"""
 
-    def bound(self, prior, y):
+    def bound(self, X, y):
+        prior = self.prior(X)
         B = cholesky(prior.A @ prior.A.T, "I + A Aᵀ", 1.0)
-        m = lax.stop_gradient(_most_probable(lax.stop_gradient(prior), y))
-        return _log_joint(prior, y, m) - 0.5 * (log_determinant(B) + jnp.sum(prior.D))  # @eq-weak-optimum
+        best = most_probable(prior, y)
+        value = at_optimum(best, (prior, y), function=log_joint)
+        return value - 0.5 * (log_determinant(B) + jnp.sum(prior.D))
 
     def whitened(self, prior, y):
         B = cholesky(prior.A @ prior.A.T, "I + A Aᵀ", 1.0)
-        return _most_probable(prior, y), inverse_lower(B).T
+        return most_probable(prior, y), inverse_lower(B).T
 
-
-def _log_joint(prior, y, m):
+# %% ../nbs/31_expectation_propagation.ipynb #c044a
+def log_joint(m: Array, theta) -> Array:
     "Σ log Φ(± f_n) - |v|² / 2 at v = m and f = mean + Aᵀm."
-    return jnp.sum(log_ndtr((2 * y - 1) * (prior.mean + m @ prior.A))) - 0.5 * jnp.sum(m**2)
+    prior, y = theta
+    f = prior.mean + m @ prior.A
+    return jnp.sum(log_ndtr((2 * y - 1) * f)) - 0.5 * jnp.sum(m**2)
 
 
-def _most_probable(prior, y):
-    "The v at which `_log_joint` is largest."
+def most_probable(prior: DataPrior, y: Array) -> Array:
+    "The v at which `log_joint` is largest, by Newton's method."
     log_density = lambda f: jnp.sum(log_ndtr((2 * y - 1) * f))
 
-    def direction(m):
+    def force_and_step(prior, m):
         f = prior.mean + m @ prior.A
         slope, curvature = jax.jvp(jax.grad(log_density), (f,), (jnp.ones_like(f),))
+        sites = Sites(slope, jnp.maximum(-curvature, 0.0))
         force = prior.A @ slope - m
-        _, R = posterior_of_sites(prior._replace(D=jnp.zeros_like(f)), Sites(slope, jnp.maximum(-curvature, 0.0)))
-        step = R.T @ (R @ force)
-        return step, force @ step
+        _, R = posterior_of_sites(prior._replace(D=jnp.zeros_like(f)), sites)
+        return force, R.T @ (R @ force)
 
-    return _ascend(lambda m: _log_joint(prior, y, m), direction, jnp.zeros_like(prior.A[:, 0]))
+    still = lax.stop_gradient(prior)
+    value, start = lambda m: log_joint(m, (still, y)), jnp.zeros_like(prior.A[:, 0])
+    found = ascend(value, partial(force_and_step, still), start)
+    return solution(lambda m: force_and_step(prior, m)[0], found)

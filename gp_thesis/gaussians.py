@@ -31,7 +31,8 @@ def _moments(mean, cov, names=("mean", "cov")):
     "A mean (D,) and a covariance (D, D) that fit each other."
     mean = as_float(mean, names[0])
     if mean.ndim != 1 or len(mean) == 0:
-        raise ValueError(f"{names[0]}: expected a vector with at least one entry, got shape {mean.shape}")
+        raise ValueError(f"{names[0]}: expected a vector with at least one entry, "
+                         f"got shape {mean.shape}")
     return mean, _shaped(cov, (len(mean), len(mean)), names[1])
 
 # %% ../nbs/03_gaussians.ipynb #c008
@@ -43,7 +44,7 @@ def marginal(
     cov: Array,  # (D, D), covariance of x
     noise_cov: Array,  # (n, n), covariance of y given x
 ) -> tuple[Array, Array]:  # Mean (n,) and covariance (n, n) of y
-    """Marginal of `y` when `y | x` is Gaussian with mean `A x + b` and covariance `noise_cov`, @eq-linear-marginal.
+    """Marginal of `y` if `y | x` has mean `A x + b` and covariance `noise_cov`.
 
     Raises ValueError if a shape does not fit."""
     mean, cov = _moments(mean, cov)
@@ -58,7 +59,7 @@ def marginal(
 # %% ../nbs/03_gaussians.ipynb #c012
 @precise
 def _update(mean, cov, cross, L, surprise):
-    "Mean and covariance of a (n,) after a surprise (m,) with covariance L Lᵀ and covariance `cross` (m, n) with a."
+    "Moments of a (n,) after a surprise (m,) with covariances L Lᵀ, and `cross` with a."
     V = solve_lower(L, cross)  # @eq-conditional
     return mean + V.T @ solve_lower(L, surprise), cov - V.T @ V
 
@@ -66,20 +67,24 @@ def _update(mean, cov, cross, L, surprise):
 def condition(
     mean: Array,  # (D,), mean of the whole vector
     cov: Array,  # (D, D), its covariance
-    index,  # Which n entries are seen: integers, a slice or a mask, fixed at compilation
+    index,  # Which n entries are seen: integers, a slice or a mask, fixed on compiling
     value: Array,  # (n,), what they are, in the order of `index`
-) -> tuple[Array, Array]:  # Mean (D - n,) and covariance (D - n, D - n) of the other entries, in their order
-    """Conditional distribution of a Gaussian vector given some of its entries, @eq-conditional.
+) -> tuple[Array, Array]:  # Mean (D - n,) and covariance of the others, in their order
+    """Distribution of a Gaussian vector given some of its entries, @eq-conditional.
 
-    Raises ValueError for shapes that do not fit, and for an `index` that is empty, out of range or repeats an entry."""
+    Raises ValueError for shapes that do not fit, and for an `index` that is empty, out
+    of range or repeats an entry."""
     mean, cov = _moments(mean, cov)
+    every = np.arange(len(mean))
     try:
-        b = np.atleast_1d(np.arange(len(mean))[index if isinstance(index, slice) else np.asarray(index)])
+        b = every[index if isinstance(index, slice) else np.asarray(index)]
     except IndexError as error:
-        raise ValueError(f"index: {error}; the vector has {len(mean)} entries") from None
-    a = np.setdiff1d(np.arange(len(mean)), b)
+        raise ValueError(f"index: {error}; "
+                         f"the vector has {len(mean)} entries") from None
+    a, b = np.setdiff1d(every, b), np.atleast_1d(b)
     if len(b) == 0 or len(a) + len(b) != len(mean):
-        raise ValueError(f"index: expected distinct entries, at least one, got {b.tolist()}")
+        raise ValueError("index: expected distinct entries, at least one, "
+                         f"got {b.tolist()}")
     value = _shaped(jnp.atleast_1d(as_float(value, "value")), b.shape, "value")
     L = cholesky(cov[np.ix_(b, b)], "cov[index, index]")
     return _update(mean[a], cov[np.ix_(a, a)], cov[np.ix_(b, a)], L, value - mean[b])
@@ -91,32 +96,34 @@ def product(
     cov_a: Array,  # (n, n), its covariance
     mean_b: Array,  # (D,), mean of the second density
     cov_b: Array,  # (D, D), its covariance
-    A: Array | None = None,  # (n, D), the first density is one of `A x`; None is the identity
-) -> tuple[Array, Array, Array]:  # Mean (D,), covariance (D, D) and the log of the normaliser
-    """Product of N(A x | mean_a, cov_a) and N(x | mean_b, cov_b) as a density of x times a constant, @eq-product.
+    A: Array | None = None,  # (n, D), the first is a density of `A x`; None: of x
+) -> tuple[Array, Array, Array]:  # Mean (D,), covariance (D, D), log of the normaliser
+    """N(A x | mean_a, cov_a) N(x | mean_b, cov_b) as a density of x times a constant.
 
     `cov_b` may be singular. Raises ValueError if a shape does not fit."""
     mean_a, cov_a = _moments(mean_a, cov_a, ("mean_a", "cov_a"))
     mean_b, cov_b = _moments(mean_b, cov_b, ("mean_b", "cov_b"))
     if A is None:
-        mean_a, A = _shaped(mean_a, mean_b.shape, "mean_a"), jnp.eye(len(mean_b), dtype=mean_b.dtype)
+        mean_a = _shaped(mean_a, mean_b.shape, "mean_a")
+        A = jnp.eye(len(mean_b), dtype=mean_b.dtype)
     A = _shaped(A, (len(mean_a), len(mean_b)), "A")
     name = "cov_a + A cov_b Aᵀ"
     expected, S = marginal(A, 0.0, mean_b, cov_b, cov_a)
-    L = cholesky(S, name)
-    mean, cov = _update(mean_b, cov_b, A @ cov_b, L, mean_a - expected)  # @eq-product-gain
-    return mean, cov, log_density(mean_a, expected, S, name)  # @eq-product
+    L, surprise = cholesky(S, name), mean_a - expected
+    mean, cov = _update(mean_b, cov_b, A @ cov_b, L, surprise)  # @eq-product-gain
+    return mean, cov, log_density(mean_a, expected, S, name)    # @eq-product
 
 # %% ../nbs/03_gaussians.ipynb #c028
 @precise
 def kl_from_cholesky(
     difference: Array,  # (D,), mean of q less mean of p
-    L: Array,  # (D, D), lower Cholesky factor of q's covariance; signs of columns are free
-    L_prior: Array | None = None,  # (D, D), lower Cholesky factor of p's covariance; None is the identity
+    L: Array,  # (D, D), lower Cholesky factor of q's covariance; any sign of a column
+    L_prior: Array | None = None,  # (D, D), that of p's covariance; None: the identity
 ) -> Array:  # A scalar
-    """KL[q || p] of two Gaussians from their Cholesky factors, @eq-kl-cholesky. Entries above the diagonals must be zero.
+    """KL[q || p] of two Gaussians from their Cholesky factors, @eq-kl-cholesky.
 
-    Stacks of Gaussians: `jax.vmap`. Raises ValueError if a shape does not fit."""
+    Entries above the diagonals must be zero. Stacks of Gaussians: `jax.vmap`.
+    Raises ValueError if a shape does not fit."""
     w, W = _moments(difference, L, ("difference", "L"))
     if L_prior is not None:
         L_prior = _shaped(L_prior, W.shape, "L_prior")
@@ -135,7 +142,8 @@ def kl_divergence(
 
     Raises ValueError if a shape does not fit."""
     mean_q, cov_q = _moments(mean_q, cov_q, ("mean_q", "cov_q"))
-    mean_p, cov_p = _shaped(mean_p, mean_q.shape, "mean_p"), _shaped(cov_p, cov_q.shape, "cov_p")
+    mean_p = _shaped(mean_p, mean_q.shape, "mean_p")
+    cov_p = _shaped(cov_p, cov_q.shape, "cov_p")
     L_q, L_p = cholesky(cov_q, "cov_q"), cholesky(cov_p, "cov_p")
     return kl_from_cholesky(mean_q - mean_p, L_q, L_p)
 
@@ -155,10 +163,12 @@ def _at_nodes(f, mean, var, points):
     "Values of `f` at the nodes, nodes in the first axis, and the weights."
     nodes, weights = standard_normal_rule(points)
     dtype = jnp.result_type(mean, var, float)
+    mean, var = jnp.asarray(mean, dtype), jnp.asarray(var, dtype)
     try:
-        mean, var = jnp.broadcast_arrays(jnp.asarray(mean, dtype), jnp.asarray(var, dtype))
+        mean, var = jnp.broadcast_arrays(mean, var)
     except ValueError:
-        raise ValueError(f"mean, var: shapes {jnp.shape(mean)} and {jnp.shape(var)} do not broadcast") from None
+        raise ValueError(f"mean, var: shapes {mean.shape} and {var.shape} "
+                         "do not broadcast") from None
     sd = jnp.sqrt(var)
     return jax.vmap(lambda t: f(mean + sd * t))(jnp.asarray(nodes, dtype)), weights
 
@@ -170,7 +180,7 @@ def gauss_hermite(
     var: Array,  # Variances, positive, broadcast against `mean`
     points: int = 20,  # Number of nodes, 1 to 150
 ) -> Array:  # Expectations, in the shape that `f` returns
-    """Expectations of `f(x)` under Gaussian `x`, one integral for each entry of `mean`, @eq-gauss-hermite.
+    """Expectations of `f(x)` under Gaussian `x`, for each entry of `mean`.
 
     Raises ValueError if shapes do not broadcast or `points` is out of range."""
     values, weights = _at_nodes(f, mean, var, points)
@@ -179,12 +189,12 @@ def gauss_hermite(
 
 # %% ../nbs/03_gaussians.ipynb #c039
 def log_expectation(
-    g: Callable,  # Logarithm of the integrand, a function of an array of the shape of `mean`
+    g: Callable,  # Log of the integrand, a function of an array of the shape of `mean`
     mean: Array,  # Means, any shape
     var: Array,  # Variances, positive, broadcast against `mean`
     points: int = 20,  # Number of nodes, 1 to 150
 ) -> Array:  # Log expectations, in the shape that `g` returns
-    """Logarithms of the expectations of `exp(g(x))` under Gaussian `x`, without underflow, @eq-log-expectation.
+    """Logs of the expectations of `exp(g(x))` under Gaussian `x`, without underflow.
 
     Raises ValueError if shapes do not broadcast or `points` is out of range."""
     values, weights = _at_nodes(g, mean, var, points)
@@ -194,12 +204,12 @@ def log_expectation(
 
 # %% ../nbs/03_gaussians.ipynb #c044
 def expectation_gradients(
-    f: Callable,  # A function of an array of the shape of `mean`, entry by entry and twice differentiable
+    f: Callable,  # A function of each entry of an array, with two derivatives
     mean: Array,  # Means, any shape
     var: Array,  # Variances, not negative, broadcast against `mean`
     points: int = 20,  # Number of nodes, 1 to 150
-) -> tuple[Array, Array]:  # Derivatives in `mean` and in `var`, each of the shape of `mean`
-    """Derivatives of the expectation of `f(x)` in the mean and in the variance of `x`, @eq-bonnet and @eq-price.
+) -> tuple[Array, Array]:  # Derivatives in `mean` and in `var`, in the shape of `mean`
+    """Derivatives of the expectation of `f(x)` in the mean and the variance of `x`.
 
     Raises ValueError if shapes do not broadcast or `points` is out of range."""
     def derivative(g):

@@ -6,8 +6,8 @@
 __all__ = ['EXACT_COLUMNS', 'check_inputs', 'check_dtypes', 'as_columns', 'active_columns', 'Kernel', 'Composite', 'Sum',
            'Product', 'as_kernel', 'Constant', 'White', 'check_ard', 'Linear', 'Polynomial', 'Wiener',
            'squared_distance', 'Stationary', 'RBF', 'root', 'matern12', 'matern32', 'matern52', 'Matern12', 'Matern32',
-           'Matern52', 'Exponential', 'Cosine', 'Periodic', 'Mean', 'Zero', 'ConstantMean', 'LinearMean',
-           'sample_prior']
+           'Matern52', 'Exponential', 'Cosine', 'Periodic', 'Mean', 'Zero', 'IdentityMean', 'ConstantMean',
+           'LinearMean', 'Process', 'sample_prior']
 
 # %% ../nbs/10_processes.ipynb #c005
 import math
@@ -29,19 +29,21 @@ def check_inputs(
     name: str = "X",  # What the caller calls them
     num_dims: int | None = None,  # Number of columns they must have, if that is known
 ) -> Float[Array, "N D"]:
-    "`X` as a matrix of floats; ValueError if it is not one, is empty, or holds NaN or infinity."
+    "`X` as floats; ValueError if it is no matrix, is empty, or holds NaN or infinity."
     X = as_float(X, name)
     if X.ndim != 2:
-        hint = f"; for inputs with one dimension pass {name}[:, None]" if X.ndim == 1 else ""
+        hint = f"; for inputs with one dimension pass {name}[:, None]" * (X.ndim == 1)
         raise ValueError(f"{name} must have shape (N, D), got {X.shape}{hint}")
     if 0 in X.shape:
-        raise ValueError(f"{name} must have at least one row and one column, got shape {X.shape}")
+        raise ValueError(f"{name} must have at least one row and one column, "
+                         f"got shape {X.shape}")
     if num_dims is not None and X.shape[1] != num_dims:
         raise ValueError(f"{name} must have {num_dims} columns, got shape {X.shape}")
     if not isinstance(X, jax.core.Tracer):
         bad = ~np.isfinite(np.asarray(X)).all(axis=1)
         if bad.any():
-            raise ValueError(f"{name} must be finite, got NaN or infinity in {bad.sum()} rows, first in row {bad.argmax()}")
+            raise ValueError(f"{name} must be finite, got NaN or infinity "
+                             f"in {bad.sum()} rows, first in row {bad.argmax()}")
     return X
 
 # %% ../nbs/10_processes.ipynb #c018
@@ -49,26 +51,29 @@ def check_dtypes(
     **arrays,  # Arrays by the names that the user knows them by; None is passed over
 ):
     "ValueError unless all of `arrays` have the same dtype."
-    dtypes = {name: array.dtype.name for name, array in arrays.items() if array is not None}
+    dtypes = {name: a.dtype.name for name, a in arrays.items() if a is not None}
     if len(set(dtypes.values())) > 1:
         found = ", ".join(f"{name} is {dtype}" for name, dtype in dtypes.items())
-        raise ValueError(f"mixed dtypes: {found}; use one throughout, with X.astype(dtype) for data "
-                         "and gp_thesis.parameters.cast(model, dtype) for parameters")
+        raise ValueError(
+            f"mixed dtypes: {found}; use one throughout, with X.astype(dtype) for data "
+            "and gp_thesis.parameters.cast(model, dtype) for parameters")
 
 
 def _parameters_of(tree) -> dict[str, Array]:
-    "The floating arrays of an unwrapped kernel or mean by their names, such as `kernels[0].lengthscale`."
+    "Floating arrays of an unwrapped tree, by names such as `kernels[0].lengthscale`."
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return {jax.tree_util.keystr(path).lstrip("."): leaf for path, leaf in leaves if eqx.is_inexact_array(leaf)}
+    return {jax.tree_util.keystr(path).lstrip("."): leaf
+            for path, leaf in leaves if eqx.is_inexact_array(leaf)}
 
 # %% ../nbs/10_processes.ipynb #c021
 def as_columns(
-    dims,  # None (all columns), a list or tuple of column numbers, or a slice with an end
+    dims,  # None (all columns), a list or tuple of numbers, or a slice with an end
 ) -> tuple[int, ...] | None:
-    "Column numbers as a tuple; ValueError if they are not distinct integers counted from 0."
+    "Column numbers as a tuple; ValueError unless they are distinct and counted from 0."
     if dims is None:
         return None
-    accepted = "active_dims must be distinct column numbers counted from 0, as in [0, 2] or slice(0, 2)"
+    accepted = ("active_dims must be distinct column numbers counted from 0, "
+                "as in [0, 2] or slice(0, 2)")
     if isinstance(dims, slice):
         if dims.stop is None:
             raise ValueError(f"{accepted}; a slice needs an end, got {dims}")
@@ -88,17 +93,20 @@ def active_columns(X, kernel: "Kernel"):
     if dims is None:
         return X
     if max(dims) >= X.shape[1]:
-        raise ValueError(f"active_dims of {type(kernel).__name__} are {dims}, but the inputs have {X.shape[1]} columns")
+        raise ValueError(f"active_dims of {type(kernel).__name__} are {dims}, "
+                         f"but the inputs have {X.shape[1]} columns")
     return X[:, list(dims)]
 
 # %% ../nbs/10_processes.ipynb #c023
 class Kernel(eqx.Module):
-    "A covariance function. Subclasses write `covariance` and `variances` for plain arrays with the active columns."
-    active_dims: tuple[int, ...] | None = eqx.field(default=None, converter=as_columns, static=True, kw_only=True)
+    """A covariance function. Subclasses write `covariance` and `variances` for plain
+    arrays with the active columns."""
+    active_dims: tuple[int, ...] | None = eqx.field(
+        default=None, converter=as_columns, static=True, kw_only=True)
 
     @precise
     def __call__(self, X, X2=None) -> Float[Array, "N N2"]:
-        "Covariances of f(X) with f(X2), or of f(X) with itself: (N, D), (N2, D) -> (N, N2). @eq-gram"
+        "Covariances of f(X) with f(X2) or itself: (N, D), (N2, D) -> (N, N2). @eq-gram"
         X = check_inputs(X)
         X2 = None if X2 is None else check_inputs(X2, "X2", X.shape[1])
         kernel = unwrap(self)
@@ -107,17 +115,18 @@ class Kernel(eqx.Module):
 
     @precise
     def diag(self, X) -> Float[Array, "N"]:
-        "Variances of f(X): (N, D) -> (N,), the diagonal of the Gram matrix without the rest."
+        "Variances of f(X): (N, D) -> (N,), the diagonal of the Gram matrix by itself."
         X, kernel = check_inputs(X), unwrap(self)
         check_dtypes(X=X, **_parameters_of(kernel))
         return kernel.evaluate_diag(X)
 
     def evaluate(self, X, X2=None):
-        "As a call, for a kernel that has been unwrapped and inputs that have been checked."
-        return self.covariance(active_columns(X, self), None if X2 is None else active_columns(X2, self))
+        "As a call, for an unwrapped kernel and inputs that have been checked."
+        X2 = None if X2 is None else active_columns(X2, self)
+        return self.covariance(active_columns(X, self), X2)
 
     def evaluate_diag(self, X):
-        "As `diag`, for a kernel that has been unwrapped and inputs that have been checked."
+        "As `diag`, for an unwrapped kernel and inputs that have been checked."
         return self.variances(active_columns(X, self))
 
     def __add__(self, other):
@@ -131,12 +140,13 @@ class Kernel(eqx.Module):
 
 # %% ../nbs/10_processes.ipynb #c025
 class Composite(Kernel):
-    "Several kernels made into one, entry by entry. Each part picks its own active columns."
+    "Several kernels made into one, entry by entry. Each part picks its own columns."
     kernels: tuple[Kernel, ...] = eqx.field(converter=tuple)
 
     def __check_init__(self):
-        if not self.kernels or not all(isinstance(part, Kernel) for part in self.kernels):
-            raise ValueError(f"kernels must be a non-empty list of kernels, got {self.kernels!r}")
+        if not (self.kernels and all(isinstance(k, Kernel) for k in self.kernels)):
+            raise ValueError("kernels must be a non-empty list of kernels, "
+                             f"got {self.kernels!r}")
 
     def covariance(self, X, X2=None):
         return reduce(self.combine, (part.evaluate(X, X2) for part in self.kernels))
@@ -163,17 +173,23 @@ def as_kernel(value) -> Kernel:
 def _terms(value, kind) -> tuple[Kernel, ...]:
     "The parts of a kernel of this kind, so that a + b + c is one sum of three."
     kernel = as_kernel(value)
-    return kernel.kernels if isinstance(kernel, kind) and kernel.active_dims is None else (kernel,)
+    same = isinstance(kernel, kind) and kernel.active_dims is None
+    return kernel.kernels if same else (kernel,)
 
 # %% ../nbs/10_processes.ipynb #c027
-def _positive(name: str, vector: bool = False):
-    "A field of a kernel for a positive parameter: one number, or where `vector` says so perhaps one for each column."
+def _field(make, name: str, axes: tuple[int, ...] = (0,), **default):
+    "A field for a parameter that `make` makes; `axes`: how many axes it may have."
     def convert(value):
-        parameter = positive(value, name=name)
-        if jnp.ndim(unwrap(parameter)) > vector:
-            raise ValueError(f"{name} must be one number{' or a vector' * vector}, got shape {jnp.shape(unwrap(parameter))}")
+        parameter = make(value, name=name)
+        shape = jnp.shape(unwrap(parameter))
+        if len(shape) not in axes:
+            kinds = " or ".join(("one number", "a vector", "a matrix")[n] for n in axes)
+            raise ValueError(f"{name} must be {kinds}, got shape {shape}")
         return parameter
-    return eqx.field(default=1.0, converter=convert)
+    return eqx.field(converter=convert, **default)
+
+
+_positive = partial(_field, positive, default=1.0)
 
 
 class Constant(Kernel):
@@ -181,14 +197,15 @@ class Constant(Kernel):
     variance: Parameter = _positive("variance")
 
     def covariance(self, X, X2=None):
-        return jnp.broadcast_to(self.variance, (len(X), len(X if X2 is None else X2))).astype(X.dtype)
+        shape = len(X), len(X if X2 is None else X2)
+        return jnp.broadcast_to(self.variance, shape).astype(X.dtype)
 
     def variances(self, X):
         return jnp.broadcast_to(self.variance, len(X)).astype(X.dtype)
 
 
 class White(Kernel):
-    "k(xᵢ, xⱼ) = σ² δᵢⱼ, @eq-white: noise of its own for every row; none is shared with a separately given X2."
+    "k(xᵢ, xⱼ) = σ² δᵢⱼ, @eq-white: every row's own noise; a separate X2 shares none."
     variance: Parameter = _positive("variance")
 
     def covariance(self, X, X2=None):
@@ -201,26 +218,27 @@ class White(Kernel):
 
 # %% ../nbs/10_processes.ipynb #c029
 def check_ard(value, X, name: str):
-    "`value` of an unwrapped parameter; ValueError unless it is one number, or one for each active column of X."
+    "`value`; ValueError unless it is one number, or one for each active column of X."
     if jnp.shape(value) not in ((), (X.shape[1],)):
-        raise ValueError(f"{name} must be one number, or one for each of the {X.shape[1]} active columns, "
-                         f"got shape {jnp.shape(value)}")
+        raise ValueError(f"{name} must be one number, or one for each of the "
+                         f"{X.shape[1]} active columns, got shape {jnp.shape(value)}")
     return value
 
 
 class Linear(Kernel):
     "k(x, x') = Σ_d σ_d² x_d x'_d, @eq-linear: linear functions through the origin."
-    variance: Parameter = _positive("variance", vector=True)
+    variance: Parameter = _positive("variance", axes=(0, 1))
 
     def covariance(self, X, X2=None):
-        return (check_ard(self.variance, X, "variance") * X) @ (X if X2 is None else X2).T
+        X2 = X if X2 is None else X2
+        return (check_ard(self.variance, X, "variance") * X) @ X2.T
 
     def variances(self, X):
         return jnp.sum(check_ard(self.variance, X, "variance") * X**2, axis=1)
 
 
 class Polynomial(Linear):
-    "k(x, x') = (Σ_d σ_d² x_d x'_d + c)^p, @eq-linear: polynomials of `degree` p, with `offset` c."
+    "k(x, x') = (Σ_d σ_d² x_d x'_d + c)^p, @eq-linear: `degree` is p and `offset` c."
     offset: Parameter = _positive("offset")
     degree: int = eqx.field(default=2, static=True)
 
@@ -236,7 +254,7 @@ class Polynomial(Linear):
 
 # %% ../nbs/10_processes.ipynb #c031
 class Wiener(Kernel):
-    "k(x, x') = σ² min(x, x') for x, x' ≥ 0 in one dimension, @eq-wiener; σ² is the source's λ² / l."
+    "k(x, x') = σ² min(x, x') for x, x' ≥ 0, @eq-wiener; σ² is the source's λ² / l."
     variance: Parameter = _positive("variance")
 
     def covariance(self, X, X2=None):
@@ -249,13 +267,15 @@ class Wiener(Kernel):
     def _checked(self, X):
         "X, if it is one column of numbers that are not negative."
         if X.shape[1] != 1:
-            raise ValueError(f"Wiener needs one active column, got {X.shape[1]}; name it with active_dims")
+            raise ValueError(f"Wiener needs one active column, got {X.shape[1]}; "
+                             "name it with active_dims")
         if not isinstance(X, jax.core.Tracer) and np.asarray(X).min() < 0:
-            raise ValueError(f"Wiener needs inputs that are at least 0, got {np.asarray(X).min()}")
+            raise ValueError("Wiener needs inputs that are at least 0, "
+                             f"got {np.asarray(X).min()}")
         return X
 
 # %% ../nbs/10_processes.ipynb #c037
-EXACT_COLUMNS = 8  # squared_distance adds up exact differences for as many columns, and uses a matrix product beyond
+EXACT_COLUMNS = 8  # exact differences up to so many columns, a matrix product beyond
 
 
 @jax.custom_jvp
@@ -263,23 +283,32 @@ EXACT_COLUMNS = 8  # squared_distance adds up exact differences for as many colu
 @precise
 def squared_distance(
     X: Float[Array, "N D"],  # Inputs, already divided by the lengthscales
-    X2: Float[Array, "N2 D"] | None = None,  # Others; None means X itself, with exact zeros on the diagonal
+    X2: Float[Array, "N2 D"] | None = None,  # Others; None: X, with a diagonal of zeros
 ) -> Float[Array, "N N2"]:
     "Squared Euclidean distances between rows, @eq-distance."
     Y = X if X2 is None else X2
     if X.shape[1] <= EXACT_COLUMNS:
-        columns = lambda A: jnp.eye(A.shape[1], dtype=A.dtype) @ A.T  # contiguous; XLA would fold a bare A.T into strided reads
-        return sum((x[:, None] - y[None, :]) ** 2 for x, y in zip(columns(X), columns(Y)))
+        # contiguous columns; XLA would fold a bare A.T into strided reads
+        columns = lambda A: jnp.eye(A.shape[1], dtype=A.dtype) @ A.T
+        return sum((x[:, None] - y) ** 2 for x, y in zip(columns(X), columns(Y)))
     X, Y = _centred(X, Y)
     r2 = jnp.maximum(jnp.sum(X**2, 1)[:, None] + jnp.sum(Y**2, 1) - 2 * X @ Y.T, 0)
     return jnp.where(jnp.eye(len(X), dtype=bool), 0, r2) if X2 is None else r2
 
 
+def _centred(X, Y):
+    "Both about the mean of X, which distances do not notice and rounding does."
+    centre = jax.lax.stop_gradient(jnp.mean(X, 0))
+    return X - centre, Y - centre
+
+# %% ../nbs/10_processes.ipynb #c037a
 @squared_distance.defjvp
 @precise
 def _squared_distance_jvp(primals, tangents):
     "@eq-distance-tangent"
-    (X, dX), (Y, dY) = zip(primals[:2], tangents[:2]) if primals[1] is not None else [(primals[0], tangents[0])] * 2
+    (X, Y), (dX, dY) = primals, tangents
+    if Y is None:
+        Y, dY = X, dX
     X, Y = _centred(X, Y)
     ones = lambda A: jnp.ones_like(A[:, :1])
     dX, dY = 2 * dX, 2 * dY  # the factor goes on the narrow matrices
@@ -288,16 +317,10 @@ def _squared_distance_jvp(primals, tangents):
     right = jnp.hstack([ones(X), -X]) @ jnp.hstack([b, dY]).T
     return squared_distance(*primals), left + right
 
-
-def _centred(X, Y):
-    "Both about the mean of X, which distances do not notice and rounding does."
-    centre = jax.lax.stop_gradient(jnp.mean(X, 0))
-    return X - centre, Y - centre
-
 # %% ../nbs/10_processes.ipynb #c042
 class Stationary(Kernel):
-    "k(x, x') = σ² ρ(r²), with r the distance of @eq-distance. Subclasses write the `correlation` ρ."
-    lengthscale: Parameter = _positive("lengthscale", vector=True)
+    "k(x, x') = σ² ρ(r²), r of @eq-distance. Subclasses write the `correlation` ρ."
+    lengthscale: Parameter = _positive("lengthscale", axes=(0, 1))
     variance: Parameter = _positive("variance")
 
     def scale(self, X):
@@ -319,7 +342,7 @@ class RBF(Stationary):
     "k(x, x') = σ² exp(-r² / 2), @eq-rbf: infinitely differentiable functions."
 
     def covariance(self, X, X2=None):
-        # With σ² in the exponent, one product of the gradient with K serves all parameters.
+        # σ² in the exponent: one product of the gradient with K serves all parameters.
         return jnp.exp(-0.5 * (self.distance(X, X2) - 2 * jnp.log(self.variance)))
 
 # %% ../nbs/10_processes.ipynb #c044
@@ -330,12 +353,16 @@ def _rounding(s):
 
 @jax.custom_jvp
 def root(s2):
-    "√s², and 0 with slope 0, instead of an infinite one, where s is no more than rounding error."
+    "√s², and 0 with slope 0, not an infinite one, where s is mere rounding error."
     s = jnp.sqrt(jnp.maximum(s2, _rounding(s2) ** 2))
     return jnp.where(s > _rounding(s2), s, 0)
 
 
-root.defjvps(lambda ds2, s, s2: jnp.where(s > 0, 0.5 / jnp.maximum(s, _rounding(s)), 0) * ds2)
+@root.defjvp
+def _root_jvp(primals, tangents):
+    s = root(*primals)
+    slope = jnp.where(s > 0, 0.5 / jnp.maximum(s, _rounding(s)), 0)
+    return s, slope * tangents[0]
 
 # %% ../nbs/10_processes.ipynb #c045
 def matern12(s2):
@@ -376,33 +403,36 @@ class Matern32(Stationary):
 
 
 class Matern52(Stationary):
-    "k(x, x') = σ² (1 + s + s²/3) exp(-s) with s = √5 r, @eq-matern-half: two derivatives."
+    "k(x, x') = σ² (1 + s + s²/3) exp(-s), s = √5 r, @eq-matern-half: two derivatives."
 
     def correlation(self, r2):
         return matern52(5 * r2)
 
 # %% ../nbs/10_processes.ipynb #c051
 class Exponential(Stationary):
-    "k(x, x') = σ² exp(-Σ_d |x_d - x'_d| / ℓ_d), @eq-exponential: `Matern12` in each coordinate, multiplied."
+    "k(x, x') = σ² exp(-Σ_d |x_d - x'_d| / ℓ_d), @eq-exponential: one factor a column."
 
     def covariance(self, X, X2=None):
         X, X2 = self.scale(X), None if X2 is None else self.scale(X2)
         column = lambda A, d: None if A is None else A[:, d:d + 1]
-        r = sum(root(squared_distance(column(X, d), column(X2, d))) for d in range(X.shape[1]))
-        return self.variance * jnp.exp(-r)
+        distance = lambda d: root(squared_distance(column(X, d), column(X2, d)))
+        return self.variance * jnp.exp(-sum(map(distance, range(X.shape[1]))))
 
 
 class Cosine(Stationary):
-    "k(x, x') = σ² cos(2π Σ_d (x_d - x'_d) / ℓ_d), @eq-cosine: a plane wave; the lengthscale is its wavelength."
+    """k(x, x') = σ² cos(2π Σ_d (x_d - x'_d) / ℓ_d), @eq-cosine: a plane wave, whose
+    wavelength is the lengthscale."""
 
     def covariance(self, X, X2=None):
         phase = lambda A: 2 * math.pi * jnp.sum(self.scale(A), axis=1)
-        return self.variance * jnp.cos(phase(X)[:, None] - phase(X if X2 is None else X2))
+        difference = phase(X)[:, None] - phase(X if X2 is None else X2)
+        return self.variance * jnp.cos(difference)
 
 
 class Periodic(RBF):
-    "k(x, x') = σ² exp(-2 Σ_d sin²(π (x_d - x'_d) / p_d) / ℓ_d²), @eq-periodic: an RBF on circles; p is `period`."
-    period: Parameter = _positive("period", vector=True)
+    """k(x, x') = σ² exp(-2 Σ_d sin²(π (x_d - x'_d) / p_d) / ℓ_d²), @eq-periodic: an RBF
+    on circles; p is `period`."""
+    period: Parameter = _positive("period", axes=(0, 1))
 
     def scale(self, X):
         "Points on the circles, in units of the lengthscale, (N, 2D)."
@@ -415,8 +445,8 @@ class Mean(eqx.Module):
     "A mean function. Subclasses write `evaluate` for plain arrays."
 
     @precise
-    def __call__(self, X) -> Float[Array, "N"]:
-        "Means of f(X): (N, D) -> (N,)."
+    def __call__(self, X) -> Float[Array, "N *P"]:
+        "Means of f(X): (N, D) -> (N,), or (N, P) for P functions."
         X, mean = check_inputs(X), unwrap(self)
         check_dtypes(X=X, **_parameters_of(mean))
         return mean.evaluate(X)
@@ -429,40 +459,77 @@ class Zero(Mean):
         return jnp.zeros(len(X), X.dtype)
 
 
-class ConstantMean(Mean):
-    "m(x) = c, @eq-means."
-    value: Parameter = eqx.field(default=0.0, converter=partial(free, name="value"))
+class IdentityMean(Mean):
+    "m(x) = x, @eq-means: (N, D), a column for each column of the inputs."
 
     def evaluate(self, X):
-        return jnp.broadcast_to(self.value, len(X))
+        return X
+
+# %% ../nbs/10_processes.ipynb #c053a
+class ConstantMean(Mean):
+    "m(x) = c, @eq-means: `value` is one number, or (P,) for P functions."
+    value: Parameter = _field(free, "value", axes=(0, 1), default=0.0)
+
+    def evaluate(self, X):
+        return jnp.broadcast_to(self.value, (len(X), *jnp.shape(self.value)))
 
 
 class LinearMean(Mean):
-    "m(x) = wᵀx + c, @eq-means, with one weight for each column."
-    weights: Parameter = eqx.field(converter=partial(free, name="weights"))
-    bias: Parameter = eqx.field(default=0.0, converter=partial(free, name="bias"))
+    """m(x) = Wᵀx + c, @eq-means: `weights` are (D,), or (D, P) for P functions; `bias`
+    is one number, or (P,)."""
+    weights: Parameter = _field(free, "weights", axes=(1, 2))
+    bias: Parameter = _field(free, "bias", axes=(0, 1), default=0.0)
+
+    def __check_init__(self):
+        weights, bias = (jnp.shape(unwrap(each)) for each in (self.weights, self.bias))
+        if bias not in ((), weights[1:]):
+            raise ValueError("bias must be one number, or one for each column of the "
+                             f"weights {weights}, got shape {bias}")
 
     def evaluate(self, X):
-        if jnp.shape(self.weights) != (X.shape[1],):
-            raise ValueError(f"weights must be one number for each of the {X.shape[1]} columns of X, "
+        if len(self.weights) != X.shape[1]:
+            raise ValueError("weights must be one number for each of the "
+                             f"{X.shape[1]} columns of X, or one row of numbers, "
                              f"got shape {jnp.shape(self.weights)}")
         return X @ self.weights + self.bias
 
 # %% ../nbs/10_processes.ipynb #c055
+class Process(eqx.Module):
+    "f ~ GP(m, k), @eq-gram: what is believed about a function before any data."
+    kernel: Kernel
+    mean: Mean = Zero()
+
+    def __check_init__(self):
+        for name, kind in (("kernel", Kernel), ("mean", Mean)):
+            if not isinstance(getattr(self, name), kind):
+                raise ValueError(f"{name} must be a gp_thesis {kind.__name__}, "
+                                 f"got {getattr(self, name)!r}")
+
+    def marginals(self, X) -> tuple[Float[Array, "N *P"], Float[Array, "N *P"]]:
+        "Mean and variance of f at each row of X (N, D), in the shape of the mean both."
+        mean, var = self.mean(X), self.kernel.diag(X)
+        return mean, jnp.broadcast_to(var, mean.T.shape).T
+
+    def sample(self, key, X, n: int = 1) -> Float[Array, "n N *P"]:
+        "n draws of f(X) from a JAX random key, @eq-draw: (n, N), or (n, N, P)."
+        return _draw(key, self.mean(X), self.kernel(X), n)
+
+
+@partial(jax.jit, static_argnames="n")
+@precise
+def _draw(key, mean, K, n):
+    "Draws from N(mean, K), column by column; compiled once for all kernels."
+    L = cholesky(K)
+    noise = jax.random.normal(key, (n, *mean.shape), L.dtype)
+    return mean + jnp.einsum("nj...,ij->ni...", noise, L)  # @eq-draw
+
+# %% ../nbs/10_processes.ipynb #c055b
 def sample_prior(
     key,  # A JAX random key
     kernel: Kernel,
     X,  # Inputs, (N, D)
     num_samples: int = 1,
     mean: Mean = Zero(),
-) -> Float[Array, "num_samples N"]:
-    "Draws of f(X) from the process with this kernel and mean, @eq-draw."
-    return mean(X) + _colour(key, kernel(X), num_samples)
-
-
-@partial(jax.jit, static_argnames="num_samples")
-@precise
-def _colour(key, K, num_samples):
-    "Draws from N(0, K); compiled once for all kernels."
-    L = cholesky(K)
-    return jax.random.normal(key, (num_samples, len(L)), L.dtype) @ L.T
+) -> Float[Array, "num_samples N *P"]:
+    "Draws of f(X) from the process with this kernel and mean, as `Process.sample`."
+    return Process(kernel, mean).sample(key, X, num_samples)

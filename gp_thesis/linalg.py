@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['SMALL', 'MEDIUM', 'JITTER', 'precise', 'solve_lower', 'solve_upper', 'add_diagonal', 'small_inverses',
-           'factor_or_nan', 'phi', 'cholesky', 'blocks', 'inverses', 'inverse_lower', 'log_density', 'log_determinant',
-           'woodbury_solve', 'low_rank_log_determinant', 'cholesky_reverse_unblocked', 'cholesky_reverse_blocked']
+           'factor_or_nan', 'phi', 'cholesky_or_nan', 'nan_on_failure', 'fails_with_nan', 'cholesky', 'blocks',
+           'inverses', 'inverse_lower', 'log_density', 'log_determinant', 'woodbury_solve', 'low_rank_log_determinant',
+           'cholesky_reverse_unblocked', 'cholesky_reverse_blocked']
 
 # %% ../nbs/02_linalg.ipynb #c005
 from functools import partial, wraps
@@ -18,7 +19,9 @@ from jaxtyping import Array
 
 # %% ../nbs/02_linalg.ipynb #c006
 def precise(function):
-    "Run `function` with matrix products in full precision: a GPU would otherwise round float32 to ten bits."
+    """Run `function` with matrix products in full precision.
+
+    A GPU would otherwise round float32 to ten bits."""
     @wraps(function)
     def wrapped(*args, **kwargs):
         with jax.default_matmul_precision("highest"):
@@ -31,7 +34,8 @@ def solve_lower(
     B: Array,  # (N,) or (N, P)
 ) -> Array:  # The shape of B
     "Solve L x = B."
-    return jax.scipy.linalg.solve_triangular(L.T, B, trans="T")  # as the transpose of an upper one: LAPACK's memory order
+    # As the transpose of an upper triangle, which is LAPACK's memory order.
+    return jax.scipy.linalg.solve_triangular(L.T, B, trans="T")
 
 
 def solve_upper(
@@ -55,14 +59,16 @@ def add_diagonal(
 def _add_diagonal_jvp(primals, tangents):
     (K, d), (dK, dd) = primals, tangents
     i = jnp.arange(K.shape[0])
-    return add_diagonal(K, d), dK.at[i, i].add(dd)  # its transpose reads N numbers, not N²
+    # The transpose of this sum reads N numbers, not N².
+    return add_diagonal(K, d), dK.at[i, i].add(dd)
 
 # %% ../nbs/02_linalg.ipynb #c010
 def _pad_identity(T, size):
-    "Square matrices T (..., N, N), continued along the diagonal by an identity to (..., size, size)."
+    "T (..., N, N), continued along the diagonal by an identity to (..., size, size)."
     extra = size - T.shape[-1]
     T = jnp.pad(T, [(0, 0)] * (T.ndim - 2) + [(0, extra)] * 2)
-    return T + jnp.diag((jnp.arange(size) >= size - extra).astype(T.dtype)) if extra else T
+    ones = (jnp.arange(size) >= size - extra).astype(T.dtype)
+    return T + jnp.diag(ones) if extra else T
 
 
 def _substitute(T):
@@ -78,11 +84,14 @@ def _substitute(T):
     return lax.fori_loop(0, n, column, jnp.zeros_like(T))
 
 # %% ../nbs/02_linalg.ipynb #c011
+@jax.custom_jvp
 @precise
 def small_inverses(
     T: Array,  # (B, N, N), lower triangular, N up to a few hundred
 ) -> Array:  # (B, N, N)
-    "Inverses of a stack of lower triangles: blocks of at most 32 by substitution, and larger ones from pairs."
+    """Inverses of a stack of lower triangles.
+
+    Blocks of at most 32 rows by substitution, and larger ones from pairs."""
     B, N, _ = T.shape
     doublings = max(0, -(-N // 32) - 1).bit_length()
     size = -(-N // 2**doublings)
@@ -102,12 +111,21 @@ def small_inverses(
         size *= 2
     return X[:, 0, :N, :N]
 
+
+@small_inverses.defjvp
+@precise
+def _small_inverses_jvp(primals, tangents):
+    X = small_inverses(*primals)
+    return X, -X @ tangents[0] @ X  # @eq-inverse-forward
+
 # %% ../nbs/02_linalg.ipynb #c013
-SMALL, MEDIUM = 100, 512  # up to SMALL rows LAPACK works in one thread; up to MEDIUM, on a CPU, it is given small blocks
+SMALL = 100  # up to so many rows LAPACK works in one thread
+MEDIUM = 512  # up to so many, on a CPU, it is given small blocks
 
 
 def _lapack(K):
-    "The Cholesky factor of K, or NaN. The transpose of a symmetric matrix is in LAPACK's memory order, which saves a copy."
+    "The Cholesky factor of K, or NaN."
+    # The transpose of a symmetric matrix is in LAPACK's memory order: no copy.
     return lax.linalg.cholesky(K.T, symmetrize_input=False)
 
 
@@ -123,38 +141,39 @@ def _by_blocks(K):
         D, S = _lapack(S[:k - j]), S[k - j:]
         D_inv = small_inverses(D[None])[0]
         C = S @ D_inv.T
-        L = L.at[j:k, j:k].set(D).at[k:, j:k].set(C + (S - C @ D.T) @ D_inv.T)  # an inverse is not exact: one correction
+        C = C + (S - C @ D.T) @ D_inv.T  # an inverse is not exact: one correction
+        L = L.at[j:k, j:k].set(D).at[k:, j:k].set(C)
     return L
 
 
 def factor_or_nan(
     K: Array,  # (N, N), symmetric; one triangle is read
 ) -> Array:  # (N, N), lower triangular
-    "The Cholesky factor of K as it is, NaN where K is not positive definite: for those to whom that is an answer."
+    "The Cholesky factor of K as it is; NaN where K is not positive definite."
     if not SMALL < K.shape[0] <= MEDIUM:
         return _lapack(K)
     return lax.platform_dependent(K, cpu=_by_blocks, default=_lapack)
 
 # %% ../nbs/02_linalg.ipynb #c014
-JITTER = {"float64": (1e-12, 1e-10, 1e-8, 1e-6, 1e-4), "float32": (1e-6, 1e-5, 1e-4, 1e-3)}
+JITTER = {"float64": (1e-12, 1e-10, 1e-8, 1e-6, 1e-4),
+          "float32": (1e-6, 1e-5, 1e-4, 1e-3)}
 
 
-@eqx.filter_jit
-def _factorise(K: Array, d: Array, name: str) -> Array:
-    "The Cholesky factor of K + diag(d) plus the least jitter of the ladder that makes it finite."
-    steps = jnp.asarray((0.0, *JITTER[K.dtype.name]), K.dtype) * jnp.mean(jnp.diag(K) + d)
-    failed = lambda L: ~jnp.all(jnp.isfinite(jnp.diag(L)))
+@jax.jit
+def _factorise(K: Array, d: Array) -> Array:
+    "The Cholesky factor of K + diag(d) plus the least jitter that makes it finite."
+    ladder = jnp.asarray((0.0, *JITTER[K.dtype.name]), K.dtype)
+    ladder = ladder * jnp.mean(jnp.diag(K) + d)
 
     def attempt(state):
         step, _ = state
-        L = factor_or_nan(add_diagonal(K, d + steps[step]))
-        return eqx.error_if(step + 1, (step + 1 == len(steps)) & failed(L), (
-            f"cholesky: the matrix {name} of size {K.shape[0]} x {K.shape[0]} ({K.dtype}) is not positive definite, even with "
-            f"{JITTER[K.dtype.name][-1]:g} of its mean diagonal added. Look for NaN or infinity in the data or parameters; else "
-            "raise the noise variance, shorten the lengthscales, drop duplicated inputs or use float64.")), L
+        return step + 1, factor_or_nan(add_diagonal(K, d + ladder[step]))
 
-    start = 0, jnp.full_like(K, jnp.nan)
-    return lax.while_loop(lambda state: (state[0] < len(steps)) & failed(state[1]), attempt, start)[1]
+    def goes_on(state):
+        step, L = state
+        return (step < len(ladder)) & ~jnp.all(jnp.isfinite(jnp.diag(L)))
+
+    return lax.while_loop(goes_on, attempt, (0, jnp.full_like(K, jnp.nan)))[1]
 
 # %% ../nbs/02_linalg.ipynb #c016
 def phi(A: Array) -> Array:
@@ -162,37 +181,74 @@ def phi(A: Array) -> Array:
     return jnp.tril(A) - 0.5 * jnp.diag(jnp.diag(A))
 
 
+@jax.custom_jvp
+def cholesky_or_nan(
+    K: Array,  # (N, N), symmetric; one triangle is read
+    d: Array,  # A scalar or (N,), added to the diagonal
+) -> Array:  # (N, N), lower triangular
+    "The factor of K + diag(d), with jitter if it needs it; NaN if no jitter helps."
+    return _factorise(K, d)
+
+
+@cholesky_or_nan.defjvp
+@precise
+def _cholesky_jvp(primals, tangents):
+    L = cholesky_or_nan(*primals)
+    _, dK = jax.jvp(add_diagonal, primals, tangents)
+    L_inv = inverse_lower(L)
+    return L, L @ phi(L_inv @ dK @ L_inv.T)  # @eq-cholesky-forward
+
+# %% ../nbs/02_linalg.ipynb #c016b
+_on_failure = jax.make_user_context("raise")  # a part of the key of JAX's caches
+
+
+def nan_on_failure():
+    """A context in which a factorisation that fails is NaN instead of an error.
+
+    For samplers, line searches, restarts and `jax.vmap` over models: it stands inside
+    their functions, and covers objectives, posteriors and samples alike."""
+    return _on_failure("nan")
+
+
+def fails_with_nan() -> bool:
+    "Whether we are in such a context."
+    return _on_failure.value == "nan"
+
+# %% ../nbs/02_linalg.ipynb #c016c
 def cholesky(
     K: Array,  # (N, N), symmetric; one triangle is read
     name: str = "K",  # What the error calls the matrix
     diagonal=0.0,  # A scalar or (N,), added to the diagonal of K
 ) -> Array:  # (N, N), lower triangular
-    "The lower Cholesky factor of K + diag(diagonal), @eq-cholesky, with jitter only if it needs it; raises if no jitter helps."
-    return _cholesky(K, jnp.asarray(diagonal, K.dtype), name)
+    """The lower Cholesky factor of K + diag(diagonal), with jitter if it needs it.
 
-
-@partial(jax.custom_jvp, nondiff_argnums=(2,))
-def _cholesky(K, d, name):
-    return _factorise(K, d, name)
-
-
-@_cholesky.defjvp
-@precise
-def _cholesky_jvp(name, primals, tangents):
-    L = _cholesky(*primals, name)
-    _, dK = jax.jvp(add_diagonal, primals, tangents)
-    L_inv = inverse_lower(L)
-    return L, L @ phi(L_inv @ dK @ L_inv.T)  # @eq-cholesky-forward
+    @eq-cholesky. Raises `equinox.EquinoxRuntimeError` with the matrix's name and size
+    if no jitter helps, or gives NaN within `nan_on_failure`."""
+    L = cholesky_or_nan(K, jnp.asarray(diagonal, K.dtype))
+    if fails_with_nan():
+        return L
+    failed = ~jnp.all(jnp.isfinite(jnp.diag(L)))
+    message = (f"cholesky: the matrix {name} of size {len(K)} x {len(K)} ({K.dtype}) "
+               "is not positive definite, even with "
+               f"{JITTER[K.dtype.name][-1]:g} of its mean diagonal added. Look for NaN "
+               "or infinity in the data or parameters; else raise the noise variance, "
+               "shorten the lengthscales, drop duplicated inputs or use float64.")
+    if isinstance(failed, jax.core.Tracer):
+        return eqx.error_if(L, failed, message)
+    if failed:
+        raise eqx.EquinoxRuntimeError(message)
+    return L
 
 # %% ../nbs/02_linalg.ipynb #c022
 def blocks(A: Array, B: Array, C: Array, D: Array) -> Array:
-    "The matrix [[A, B], [C, D]], written block by block into one array; a concatenation would copy twice."
+    "The matrix [[A, B], [C, D]], block by block; a concatenation would copy twice."
     n, m = A.shape
     whole = jnp.zeros((n + D.shape[0], m + D.shape[1]), A.dtype)
-    return whole.at[:n, :m].set(A).at[:n, m:].set(B).at[n:, :m].set(C).at[n:, m:].set(D)
+    whole = whole.at[:n, :m].set(A).at[:n, m:].set(B)
+    return whole.at[n:, :m].set(C).at[n:, m:].set(D)
 
 
-def _inverses(L: Array, D: list[Array], size: int) -> tuple[Array, Array, Array]:
+def _inverses(L, D, size):
     "(L⁻¹, (L Lᵀ)⁻¹, its diagonal), given the inverses D of the diagonal blocks of L."
     if len(D) == 1:
         return D[0], D[0].T @ D[0], jnp.sum(D[0] ** 2, axis=0)
@@ -202,22 +258,22 @@ def _inverses(L: Array, D: list[Array], size: int) -> tuple[Array, Array, Array]
     L2_inv, S, d2 = _inverses(L[n:, n:], D[half:], size)
     W = L[n:, :n] @ L1_inv
     P = S @ W
-    return (blocks(L1_inv, jnp.zeros_like(W.T), -L2_inv @ W, L2_inv),  # @eq-block-inverse
-            blocks(K1_inv + W.T @ P, -P.T, -P, S),                     # @eq-block-inverse-spd
-            jnp.concatenate([d1 + jnp.sum(W * P, axis=0), d2]))
+    L_inv = blocks(L1_inv, jnp.zeros_like(W.T), -L2_inv @ W, L2_inv)  # @eq-block-inverse
+    K_inv = blocks(K1_inv + W.T @ P, -P.T, -P, S)  # @eq-block-inverse-spd
+    return L_inv, K_inv, jnp.concatenate([d1 + jnp.sum(W * P, axis=0), d2])
 
 # %% ../nbs/02_linalg.ipynb #c023
 @eqx.filter_jit
 @precise
 def inverses(
     L: Array,  # (N, N), lower triangular
-    block: int | None = None,  # Size of the blocks at the bottom of the recursion; by default there are 16, none under 125
+    block: int | None = None,  # Rows of the smallest blocks; None: 16 blocks, or of 125
 ) -> tuple[Array, Array, Array]:
-    "(L⁻¹, (L Lᵀ)⁻¹, diagonal of the latter), (N, N) twice and (N,), by matrix products over blocks."
+    "L⁻¹ and (L Lᵀ)⁻¹, (N, N), and the diagonal of the latter, by matrix products."
     N = L.shape[0]
     size = min(N, block or -(-N // min(16, -(-N // 125))))
     pad = -N % size
-    L = jnp.pad(L, ((0, pad), (0, pad))) + jnp.diag(jnp.arange(N + pad) >= N).astype(L.dtype)
+    L = _pad_identity(L, N + pad)
     corners = jnp.stack([L[i:i + size, i:i + size] for i in range(0, N + pad, size)])
     L_inv, K_inv, diagonal = _inverses(L, list(small_inverses(corners)), size)
     return L_inv[:N, :N], K_inv[:N, :N], diagonal[:N]
@@ -243,12 +299,11 @@ def log_density(
     mean: Array,  # A scalar or (N,), shared by the columns, or the shape of y
     K: Array,  # (N, N), positive definite
     name: str = "K",  # What an error calls the matrix
-    diagonal=0.0,  # A scalar or (N,), added to the diagonal of K, such as a noise variance
+    diagonal=0.0,  # A scalar or (N,), added to K's diagonal, such as a noise variance
 ) -> Array:  # A scalar, summed over the columns
-    "log N(y | mean, K + diag(diagonal)), @eq-log-density, with its own derivative, @eq-log-density-gradient."
-    mean = jnp.asarray(mean)
-    R = y - (mean[:, None] if y.ndim == 2 and mean.ndim == 1 else mean)
-    return _centred_log_density(R.reshape(K.shape[0], -1), K, jnp.asarray(diagonal, K.dtype), name)
+    "log N(y | mean, K + diag(diagonal)), @eq-log-density."
+    R = (y.T - jnp.asarray(mean).T).T.reshape(K.shape[0], -1)
+    return _centred_log_density(R, K, jnp.asarray(diagonal, K.dtype), name)
 
 
 def log_determinant(L: Array) -> Array:
@@ -258,9 +313,10 @@ def log_determinant(L: Array) -> Array:
 
 def _log_density_from_factor(L: Array, B: Array) -> Array:
     "@eq-log-density, given K = L Lᵀ and B = L⁻¹ R (N, P)."
-    return -0.5 * (jnp.sum(B**2) + B.shape[1] * log_determinant(L) + B.size * jnp.log(2 * jnp.pi))
+    volume = B.shape[1] * log_determinant(L) + B.size * jnp.log(2 * jnp.pi)
+    return -0.5 * (jnp.sum(B**2) + volume)
 
-
+# %% ../nbs/02_linalg.ipynb #c028b
 @partial(jax.custom_jvp, nondiff_argnums=(3,))
 def _centred_log_density(R, K, d, name):
     L = cholesky(K, name, d)
@@ -277,7 +333,8 @@ def _centred_log_density_jvp(name, primals, tangents):
     _, K_inv, diagonal = inverses(L)
     G = 0.5 * (A @ A.T - R.shape[1] * K_inv)  # @eq-log-density-gradient
     g = 0.5 * (jnp.sum(A**2, axis=1) - R.shape[1] * diagonal)
-    return _log_density_from_factor(L, B), jnp.sum(G * dK) + jnp.sum(g * dd) - jnp.sum(A * dR)
+    slope = jnp.sum(G * dK) + jnp.sum(g * dd) - jnp.sum(A * dR)
+    return _log_density_from_factor(L, B), slope
 
 # %% ../nbs/02_linalg.ipynb #c034
 def _capacitance_factor(d: Array, U: Array) -> Array:
@@ -311,19 +368,20 @@ def low_rank_log_determinant(
 @precise
 def cholesky_reverse_unblocked(
     L: Array,  # (N, N), the lower Cholesky factor
-    L_bar: Array,  # (N, N), derivative of a scalar with respect to L; the lower triangle is read
-) -> Array:  # (N, N), lower triangular: derivative with respect to the lower triangle of K
-    "Reverse mode through the Cholesky factorisation, column by column, @eq-cholesky-column-reverse."
+    L_bar: Array,  # (N, N), derivative of a scalar in L; the lower triangle is read
+) -> Array:  # (N, N), lower triangular: the derivative in the lower triangle of K
+    "Reverse mode through the factorisation by columns, @eq-cholesky-column-reverse."
     index = jnp.arange(L.shape[0])
 
     def column(step, bar):
         j = L.shape[0] - 1 - step
         below, left = index > j, index < j
-        d, c, r = L[j, j], jnp.where(below, L[:, j], 0.0), jnp.where(left, L[j], 0.0)
+        d = L[j, j]
+        c, r = jnp.where(below, L[:, j], 0.0), jnp.where(left, L[j], 0.0)
         d_bar = bar[j, j] - c @ jnp.where(below, bar[:, j], 0.0) / d
-        K_bar = jnp.where(below, bar[:, j], 0.0).at[j].set(d_bar) / d       # its entry j is d̄ / d
-        bar = bar.at[j].add(-jnp.where(left, K_bar @ L, 0.0))               # r̄
-        bar = bar - jnp.outer(jnp.where(below, K_bar, 0.0), r)              # R̄
+        K_bar = jnp.where(below, bar[:, j], 0.0).at[j].set(d_bar) / d  # entry j: d̄ / d
+        bar = bar.at[j].add(-jnp.where(left, K_bar @ L, 0.0))          # r̄
+        bar = bar - jnp.outer(jnp.where(below, K_bar, 0.0), r)         # R̄
         bar = bar.at[:, j].set(jnp.where(below, K_bar, bar[:, j]))
         return bar.at[j, j].set(0.5 * d_bar / d)
 
@@ -333,16 +391,17 @@ def cholesky_reverse_unblocked(
 @precise
 def cholesky_reverse_blocked(
     L: Array,  # (N, N), the lower Cholesky factor
-    L_bar: Array,  # (N, N), derivative of a scalar with respect to L; the lower triangle is read
+    L_bar: Array,  # (N, N), derivative of a scalar in L; the lower triangle is read
     block: int = 64,  # Columns in a block
-) -> Array:  # (N, N), lower triangular: derivative with respect to the lower triangle of K
-    "Reverse mode through the blocked Cholesky factorisation, @eq-cholesky-block-reverse: nearly all matrix products."
+) -> Array:  # (N, N), lower triangular: the derivative in the lower triangle of K
+    "Reverse mode by blocks, nearly all matrix products, @eq-cholesky-block-reverse."
     bar = jnp.tril(L_bar)
     for j in reversed(range(0, L.shape[0], block)):
         k = min(j + block, L.shape[0])
         R, D, B, C = L[j:k, :j], L[j:k, j:k], L[k:, :j], L[k:, j:k]
-        M_bar = solve_upper(D, bar[k:, j:k].T).T                                      # M̄ = C̄ D⁻¹
-        S_bar = cholesky_reverse_unblocked(D, bar[j:k, j:k] - jnp.tril(M_bar.T @ C))
+        M_bar = solve_upper(D, bar[k:, j:k].T).T                       # M̄ = C̄ D⁻¹
+        D_bar = bar[j:k, j:k] - jnp.tril(M_bar.T @ C)
+        S_bar = cholesky_reverse_unblocked(D, D_bar)
         bar = bar.at[k:, j:k].set(M_bar).at[j:k, j:k].set(S_bar)
         bar = bar.at[k:, :j].add(-M_bar @ R)
         bar = bar.at[j:k, :j].add(-M_bar.T @ B - (S_bar + S_bar.T) @ R)

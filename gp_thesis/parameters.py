@@ -20,7 +20,7 @@ from paramax import AbstractUnwrappable, NonTrainable, non_trainable, unwrap
 
 # %% ../nbs/01_parameters.ipynb #c008
 class Parameter(AbstractUnwrappable):
-    "A constrained array `value` = g(`unconstrained`), @eq-bijection, perhaps with a prior on `value`."
+    "A constrained `value` = g(`unconstrained`), @eq-bijection, perhaps with a prior."
     unconstrained: Array
     constraint: constraints.Constraint = eqx.field(static=True)
     prior: PyTree
@@ -46,13 +46,13 @@ class Parameter(AbstractUnwrappable):
 
     def __repr__(self):
         frozen = is_frozen(self.unconstrained)
-        v = self.unconstrained.tree if frozen else self.unconstrained
-        known = isinstance(v, jax.Array) and not isinstance(v, jax.core.Tracer)
-        shown = np.array2string(np.asarray(biject_to(self.constraint)(v)), precision=5) if known else v
+        shown = v = self.unconstrained.tree if frozen else self.unconstrained
+        if isinstance(v, jax.Array) and not isinstance(v, jax.core.Tracer):
+            shown = np.array2string(np.asarray(self.value), precision=5)
         return f"Parameter({shown}{', frozen' if frozen else ''})"
 
     def __pdoc__(self, **kwargs):
-        return wl.TextDoc(repr(self))  # so that a kernel prints the values of its parameters
+        return wl.TextDoc(repr(self))  # a kernel prints the values of its parameters
 
 
 def is_frozen(x) -> bool:
@@ -67,7 +67,7 @@ def parameter(
     prior,  # A numpyro distribution over `value`, or None
     name: str,  # What the user calls it, for the error
 ) -> Parameter:
-    "`value` as a `Parameter`; a `ValueError` that names it when it lies outside the constraint."
+    "`value` as a `Parameter`; a ValueError names it if it breaks the constraint."
     if isinstance(value, AbstractUnwrappable):
         return value
     value = as_float(value, name)
@@ -79,29 +79,25 @@ def parameter(
 
 
 def as_float(value, name: str = "value") -> Array:
-    "`value` as an array of floats: a floating dtype is kept, all else becomes JAX's default float."
+    "`value` as an array of its floating dtype, or else of JAX's default float."
     try:
-        array = value if isinstance(value, jax.Array) else jnp.asarray(np.asarray(value))  # numpy first: no weak types
+        if not isinstance(value, jax.Array):
+            value = jnp.asarray(np.asarray(value))  # numpy first: no weak types
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{name} must be a number or an array of numbers, got {type(value).__name__}") from error
-    if jnp.issubdtype(array.dtype, jnp.complexfloating):
-        raise ValueError(f"{name} must be real, got dtype {array.dtype}")
-    return array if jnp.issubdtype(array.dtype, jnp.floating) else array.astype(float)
+        raise ValueError(f"{name} must be a number or an array of numbers, "
+                         f"got {type(value).__name__}") from error
+    if jnp.issubdtype(value.dtype, jnp.complexfloating):
+        raise ValueError(f"{name} must be real, got dtype {value.dtype}")
+    return value if jnp.issubdtype(value.dtype, jnp.floating) else value.astype(float)
 
 # %% ../nbs/01_parameters.ipynb #c010b
-class _LowerCholesky(type(constraints.lower_cholesky)):
-    "Lower triangular matrices with a positive diagonal."
-
-
-LOWER_CHOLESKY = _LowerCholesky()
-
-
 def fill_triangle(
     v: Array,  # (..., M (M + 1) / 2)
 ) -> Array:  # (..., M, M), zero above the diagonal
     "Each number of `v` once in a lower triangle."
     M = int((8 * v.shape[-1] + 1) ** 0.5) // 2
-    return jnp.tril(jnp.concatenate([v[..., M:], v[..., ::-1]], axis=-1).reshape(*v.shape[:-1], M, M))
+    square = jnp.concatenate([v[..., M:], v[..., ::-1]], axis=-1)
+    return jnp.tril(square.reshape(*v.shape[:-1], M, M))
 
 
 def read_triangle(
@@ -109,14 +105,21 @@ def read_triangle(
 ) -> Array:  # (..., M (M + 1) / 2)
     "The inverse of `fill_triangle`."
     M = T.shape[-1]
-    v, size = np.arange(M * (M + 1) // 2), M * M
-    place = np.concatenate([v[M:], v[::-1]])           # which number each entry of the square holds,
-    lower = np.tril(np.ones((M, M), bool)).ravel()     # if it is in the lower triangle;
-    return T.reshape(*T.shape[:-2], size)[..., np.arange(size)[lower][np.argsort(place[lower])]]
+    v = np.arange(M * (M + 1) // 2)
+    number = np.concatenate([v[M:], v[::-1]])         # in each entry of the square,
+    lower = np.flatnonzero(np.tril(np.ones((M, M))))  # of which these are read
+    return T.reshape(*T.shape[:-2], M * M)[..., lower[np.argsort(number[lower])]]
+
+# %% ../nbs/01_parameters.ipynb #c010d
+class _LowerCholesky(type(constraints.lower_cholesky)):
+    "Lower triangular matrices with a positive diagonal."
+
+
+LOWER_CHOLESKY = _LowerCholesky()
 
 
 def _on_diagonal(function, T):
-    "T (..., M, M) with `function` of its diagonal in the diagonal's place, and that function of the diagonal, (..., M)."
+    "T (..., M, M) with `function` of its diagonal in it, and that diagonal (..., M)."
     eye = jnp.eye(T.shape[-1], dtype=bool)
     diagonal = function(jnp.sum(jnp.where(eye, T, 0), axis=-1))
     return jnp.where(eye, diagonal[..., None], T), diagonal
@@ -139,8 +142,9 @@ class _FillTriangle(Transform):
         return (), ((), {})
 
 
-biject_to.register(LOWER_CHOLESKY)(lambda constraint: _FillTriangle())
-
+@biject_to.register(LOWER_CHOLESKY)
+def _bijection(constraint):
+    return _FillTriangle()
 
 # %% ../nbs/01_parameters.ipynb #c011
 def positive(value, prior=None, name: str = "value") -> Parameter:
@@ -149,13 +153,16 @@ def positive(value, prior=None, name: str = "value") -> Parameter:
 
 
 def unit_interval(value, prior=None, name: str = "value") -> Parameter:
-    "A parameter whose elements lie strictly between 0 and 1, through the logistic function."
-    return parameter(value, constraints.open_interval(0.0, 1.0), "strictly between 0 and 1", prior, name)
+    "A parameter whose elements lie strictly between 0 and 1, through the logistic."
+    accepted = "strictly between 0 and 1"
+    return parameter(value, constraints.open_interval(0.0, 1.0), accepted, prior, name)
 
 
 def lower_triangular(value, prior=None, name: str = "value") -> Parameter:
-    "A parameter (..., M, M): lower triangular with a positive diagonal, such as a Cholesky factor, stored as (..., M (M + 1) / 2)."
-    return parameter(value, LOWER_CHOLESKY, "lower triangular with a positive diagonal", prior, name)
+    """A parameter (..., M, M), lower triangular with a positive diagonal, such as a
+    Cholesky factor; stored as (..., M (M + 1) / 2)."""
+    accepted = "lower triangular with a positive diagonal"
+    return parameter(value, LOWER_CHOLESKY, accepted, prior, name)
 
 
 def free(value, prior=None, name: str = "value") -> Parameter:
@@ -177,13 +184,15 @@ def unfreeze(tree: PyTree) -> PyTree:
     "The same tree with every parameter in it free to move; priors stay what they are."
     def thaw(x):
         if is_parameter(x) and is_frozen(x.unconstrained):
-            return eqx.tree_at(lambda p: p.unconstrained, x, x.unconstrained.tree, is_leaf=is_frozen)
+            v = x.unconstrained.tree
+            return eqx.tree_at(lambda p: p.unconstrained, x, v, is_leaf=is_frozen)
         return x.tree if is_frozen(x) else x
     return jax.tree.map(thaw, tree, is_leaf=lambda x: is_parameter(x) or is_frozen(x))
 
 
 def partition(tree: PyTree) -> tuple[PyTree, PyTree]:
-    "`(trainable, rest)`: the free arrays that an optimiser may move, and all else; `eqx.combine` is the inverse."
+    """`(trainable, rest)`: the free arrays that an optimiser may move, and all else.
+    `eqx.combine` is the inverse."""
     return eqx.partition(tree, eqx.is_inexact_array, is_leaf=is_frozen)
 
 # %% ../nbs/01_parameters.ipynb #c022
@@ -194,18 +203,22 @@ def _moving_parameters(tree: PyTree) -> list[Parameter]:
 
 
 def log_prior(tree: PyTree) -> Array:
-    "Sum of log p(theta) over the parameters with a prior: what maximum a posteriori adds to an objective."
-    return sum((jnp.sum(unwrap(p.prior).log_prob(p.value)) for p in _moving_parameters(tree) if p.prior is not None),
+    "Sum of log p(theta) over the parameters with a prior: MAP adds it to an objective."
+    with_prior = [p for p in _moving_parameters(tree) if p.prior is not None]
+    return sum((jnp.sum(unwrap(p.prior).log_prob(p.value)) for p in with_prior),
                start=jnp.zeros(()))
 
 
 def log_prior_unconstrained(tree: PyTree) -> Array:
-    "Log density of the unconstrained arrays, @eq-prior-unconstrained: what a sampler needs."
-    log_jacobian = sum((jnp.sum(biject_to(p.constraint).log_abs_det_jacobian(p.unconstrained, p.value))
-                        for p in _moving_parameters(tree)), start=jnp.zeros(()))
-    return log_prior(tree) + log_jacobian
+    "Log density of the unconstrained, @eq-prior-unconstrained: what a sampler needs."
+    log_p = log_prior(tree)
+    for p in _moving_parameters(tree):
+        bijection = biject_to(p.constraint)
+        log_p += jnp.sum(bijection.log_abs_det_jacobian(p.unconstrained, p.value))
+    return log_p
 
 # %% ../nbs/01_parameters.ipynb #c027
 def cast(tree: PyTree, dtype) -> PyTree:
     "The same tree with every floating array in `dtype`, such as `jnp.float32`."
-    return jax.tree.map(lambda x: x.astype(dtype) if eqx.is_inexact_array(x) else x, tree)
+    convert = lambda x: x.astype(dtype) if eqx.is_inexact_array(x) else x
+    return jax.tree.map(convert, tree)

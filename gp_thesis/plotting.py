@@ -34,7 +34,8 @@ def set_theme(
         "legend.frameon": False,
         "lines.linewidth": 1.8,
     }
-    sns.set_theme(context="notebook", style="ticks", palette="colorblind", font_scale=0.85, rc=style)
+    sns.set_theme(context="notebook", style="ticks", palette="colorblind",
+                  font_scale=0.85, rc=style)
 
 # %% ../nbs/05_plotting.ipynb #c011
 def _column(name: str, value, size: int | None = None) -> np.ndarray:
@@ -42,9 +43,11 @@ def _column(name: str, value, size: int | None = None) -> np.ndarray:
     vector = np.asarray(value, dtype=float)
     if vector.ndim == 2 and vector.shape[1] == 1:
         vector = vector[:, 0]
-    if vector.ndim != 1 or not np.isfinite(vector).all() or size not in (None, vector.size):
+    fits = vector.ndim == 1 and size in (None, vector.size)
+    if not fits or not np.isfinite(vector).all():
         expected = "(N,) or (N, 1)" if size is None else f"({size},) or ({size}, 1)"
-        raise ValueError(f"{name} has shape {np.shape(value)}; accepted: {expected}, all entries finite")
+        raise ValueError(f"{name} has shape {np.shape(value)}; "
+                         f"accepted: {expected}, all entries finite")
     return vector
 
 # %% ../nbs/05_plotting.ipynb #c013
@@ -60,22 +63,26 @@ def plot_posterior(
     color: str = POSTERIOR,  # of mean and band
     label: str | None = None,  # of the mean, in the legend
 ) -> Axes:
-    "Mean, band of two standard deviations, samples, data. Raises ValueError for wrong shapes, NaN, negative variances."
+    """Mean, band of two standard deviations, samples, data.
+
+    Raises ValueError for wrong shapes, NaN, negative variances."""
     x = _column("Xs", Xs)
     m, v = _column("mean", mean, x.size), _column("var", var, x.size)
     if (v < -1e-8 * np.abs(v).max(initial=0)).any():  # below zero by more than rounding
         raise ValueError(f"var is negative, down to {v.min():.3g}")
-    curves = [] if samples is None else [_column("samples", sample, x.size) for sample in np.atleast_2d(samples)]
+    samples = () if samples is None else np.atleast_2d(samples)
+    samples = [_column("samples", sample, x.size) for sample in samples]
     if (X is None) != (y is None):
         raise ValueError("X and y go together; one of them is None")
     inputs = _column("X", () if X is None else X)
     outputs = _column("y", () if y is None else y, inputs.size)
 
-    order, reach = np.argsort(x), 2 * np.sqrt(np.maximum(v, 0))
-    ax.fill_between(x[order], (m - reach)[order], (m + reach)[order], color=color, alpha=0.2, linewidth=0)
-    for curve in curves:
-        ax.plot(x[order], curve[order], color=SAMPLES, linewidth=0.9)
-    ax.plot(x[order], m[order], color=color, label=label)
+    order = np.argsort(x)
+    x, m, reach = x[order], m[order], 2 * np.sqrt(np.maximum(v[order], 0))
+    ax.fill_between(x, m - reach, m + reach, color=color, alpha=0.2, linewidth=0)
+    for sample in samples:
+        ax.plot(x, sample[order], color=SAMPLES, linewidth=0.9)
+    ax.plot(x, m, color=color, label=label)
     if inputs.size:
         ax.plot(inputs, outputs, ".", color=DATA, markersize=6, zorder=3)
     return ax

@@ -53,9 +53,9 @@ def _kl_to_posterior(q, exact):
     B = exact.L.T @ exact.alpha                                     # L⁻¹ (y - m(X))
     y = ((exact.L @ B).T + exact.model.mean.evaluate(X)).T
     kl = jnp.sum(jax.vmap(kl_from_cholesky)(*_inducing(q)))         # KL[Q_Z || P_Z]
-    expected = jnp.sum(likelihood.variational_expectations(q.latent_mean(X), q.latent_variance(X), y))
+    expected = likelihood.variational_expectations(*q.latent_marginals(X), y)
     volume = y.size // len(y) * log_determinant(exact.L) + y.size * jnp.log(2 * jnp.pi)
-    return kl - expected - 0.5 * (jnp.sum(B**2) + volume)           # @eq-kl-process
+    return kl - jnp.sum(expected) - 0.5 * (jnp.sum(B**2) + volume)           # @eq-kl-process
 
 
 def kl_to_posterior(

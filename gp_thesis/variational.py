@@ -4,10 +4,12 @@
 
 # %% auto #0
 __all__ = ['conditional', 'conditional_covariance', 'ConditionalPosterior', 'PointPosterior', 'check_count', 'zeros_for',
-           'check_all_data', 'tilted_moments', 'MeanField', 'MeanFieldPosterior', 'VGP', 'WhitenedVGP']
+           'MeanField', 'spread_given_others', 'mean_field_factors', 'MeanFieldPosterior', 'VGP', 'gaussian_bound',
+           'made_up_regression', 'made_up_regressions', 'WhitenedVGP']
 
 # %% ../nbs/20_variational.ipynb #c004
 from abc import abstractmethod
+from typing import ClassVar
 
 import equinox as eqx
 import jax
@@ -15,55 +17,52 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from .exact import GP, Posterior, check_data, observed_shape
+from .exact import GP, Approximation, GaussianPosterior, compiled, float_dtype
 from .gaussians import kl_from_cholesky
-from .kernels import check_inputs
-from .likelihoods import Likelihood
-from .linalg import JITTER, cholesky, inverses, log_determinant, precise, solve_lower, solve_upper
+from .likelihoods import tilted_moments
+from .linalg import (
+    JITTER, cholesky, inverses, log_determinant, precise, solve_lower, solve_upper)
 from .parameters import Parameter, free, lower_triangular, positive, unwrap
+from .products import project
 
 # %% ../nbs/20_variational.ipynb #c017
-def _coordinates(L, Kuf, S_factor, whiten):
-    "A = L⁻¹ Kuf (M, S); a = A or K_uu⁻¹ Kuf, whichever meets q's coordinates; V = S_factorᵀ a, (M, S) or (P, M, S)."
-    A = solve_lower(L, Kuf)
-    a = A if whiten else solve_upper(L, A)
-    return A, a, jnp.swapaxes(S_factor, -1, -2) @ a
-
-
 @precise
 def conditional(
     L: Array,  # (M, M), lower Cholesky factor of K_uu, the prior covariance of u
     Kuf: Array,  # (M, S), prior covariance of u with f(Xs)
     variances: Array,  # (S,), prior variances of f(Xs)
     m: Array,  # (M,) or (M, P), mean under q of v = L⁻¹ u, or of u itself
-    S_factor: Array,  # (M, M) or (P, M, M), any R with R Rᵀ the covariance of the same under q
+    S_factor: Array,  # (M, M) or (P, M, M), any R with R Rᵀ its covariance under q
     whiten: bool = True,  # True if m and S_factor are those of v, False if of u
 ) -> tuple[Array, Array]:  # Mean and variance at each row of Xs, (S,) or (S, P) both
-    "Marginals of q(f) = ∫ p(f | u) q(u) du for a prior with mean zero, @eq-conditional-mean and @eq-conditional-variance."
-    A, a, V = _coordinates(L, Kuf, S_factor, whiten)
-    unexplained = jnp.maximum(variances - jnp.sum(A**2, axis=0), 0.0)
-    return a.T @ m, (unexplained + jnp.sum(V**2, axis=-2)).T
+    """Marginals of q(f) = ∫ p(f | u) q(u) du for a prior with mean zero.
+
+    @eq-conditional-mean and @eq-conditional-variance."""
+    A, d = project(L, Kuf, variances)
+    a = A if whiten else solve_upper(L, A)
+    V = jnp.swapaxes(S_factor, -1, -2) @ a
+    return a.T @ m, (d + jnp.sum(V**2, axis=-2)).T
 
 
 @precise
 def conditional_covariance(
-    L: Array,  # (M, M), lower Cholesky factor of K_uu, the prior covariance of u
+    L: Array,  # (M, M), lower Cholesky factor of K_uu
     Kuf: Array,  # (M, S), prior covariance of u with f(Xs)
     Kuf2: Array,  # (M, S2), prior covariance of u with f(Xs2)
     covariance: Array,  # (S, S2), prior covariance of f(Xs) with f(Xs2)
     S_factor: Array,  # (M, M) or (P, M, M), as for `conditional`
     whiten: bool = True,  # As for `conditional`
 ) -> Array:  # (S, S2) or (P, S, S2)
-    "Covariance of f(Xs) with f(Xs2) under q(f) = ∫ p(f | u) q(u) du, @eq-conditional-covariance."
-    A, _, V = _coordinates(L, Kuf, S_factor, whiten)
-    A2, _, V2 = (A, _, V) if Kuf2 is Kuf else _coordinates(L, Kuf2, S_factor, whiten)
-    return covariance - A.T @ A2 + jnp.swapaxes(V, -1, -2) @ V2
+    "Covariance of f(Xs) with f(Xs2) under the same q(f), @eq-conditional-covariance."
+    A, A2 = solve_lower(L, Kuf), solve_lower(L, Kuf2)
+    a, a2 = (A, A2) if whiten else (solve_upper(L, A), solve_upper(L, A2))
+    R = jnp.swapaxes(S_factor, -1, -2)
+    return covariance - A.T @ A2 + jnp.swapaxes(R @ a, -1, -2) @ (R @ a2)
 
 # %% ../nbs/20_variational.ipynb #c019
-class ConditionalPosterior(Posterior):
-    """q(f) = ∫ p(f | u) q(u) du, where v = L⁻¹ u has the distribution N(m, S_factor S_factorᵀ) and u has prior mean zero.
-
-    Subclasses say what u is by giving its covariance with f."""
+class ConditionalPosterior(GaussianPosterior):
+    """q(f) = ∫ p(f | u) q(u) du, where u = L v has prior mean zero and v the moments
+    m and S_factor S_factorᵀ. Subclasses say what u is by its covariance with f."""
     model: eqx.AbstractVar[GP]
     L: eqx.AbstractVar[Array]         # (M, M), L Lᵀ = K_uu
     m: eqx.AbstractVar[Array]         # (M,) or (M, P)
@@ -73,34 +72,26 @@ class ConditionalPosterior(Posterior):
     def cross_covariance(self, Xs: Array) -> Array:
         "Prior covariance of u with f(Xs), (M, S)."
 
-    @eqx.filter_jit
-    def latent_mean(self, Xs):
-        return self._marginals(Xs)[0]
+    def latent_marginals(self, Xs):
+        variances = self.model.kernel.evaluate_diag(Xs)
+        Kuf, prior_mean = self.cross_covariance(Xs), self.model.mean.evaluate(Xs)
+        mean, var = conditional(self.L, Kuf, variances, self.m, self.S_factor)
+        return (mean.T + prior_mean.T).T, jnp.broadcast_to(var.T, mean.T.shape).T
 
-    @eqx.filter_jit
-    def latent_variance(self, Xs):
-        return self._marginals(Xs)[1]
-
-    def _marginals(self, Xs):
-        kernel, prior_mean = self.model.kernel, self.model.mean.evaluate(Xs)
-        mean, var = conditional(self.L, self.cross_covariance(Xs), kernel.evaluate_diag(Xs), self.m, self.S_factor)
-        return mean + (prior_mean if mean.ndim == 1 else prior_mean[:, None]), jnp.broadcast_to(var.T, mean.T.shape).T
-
-    @eqx.filter_jit
     def latent_covariance(self, Xs, Xs2=None):
-        Kuf = self.cross_covariance(Xs)
+        Kuf, prior = self.cross_covariance(Xs), self.model.kernel.evaluate(Xs, Xs2)
         Kuf2 = Kuf if Xs2 is None else self.cross_covariance(Xs2)
-        cov = conditional_covariance(self.L, Kuf, Kuf2, self.model.kernel.evaluate(Xs, Xs2), self.S_factor)
+        cov = conditional_covariance(self.L, Kuf, Kuf2, prior, self.S_factor)
         return jnp.broadcast_to(cov, self.m.shape[1:] + cov.shape[-2:])
 
-
+# %% ../nbs/20_variational.ipynb #c019a
 class PointPosterior(ConditionalPosterior):
-    "q(f) = ∫ p(f | f(Z)) q(f(Z)): what is known of f is known through its values at the points Z."
+    "q(f) = ∫ p(f | f(Z)) q(f(Z)): f is known through its values at the points Z."
     model: GP
     Z: Float[Array, "M D"]
-    L: Float[Array, "M M"]               # L Lᵀ = k(Z, Z)
-    m: Float[Array, "M *P"]              # mean under q of L⁻¹ (f(Z) - m(Z))
-    S_factor: Float[Array, "... M M"]     # S_factor S_factorᵀ is its covariance, one for all outputs or one for each
+    L: Float[Array, "M M"]             # L Lᵀ = k(Z, Z)
+    m: Float[Array, "M *P"]            # mean under q of v = L⁻¹ (f(Z) - m(Z))
+    S_factor: Float[Array, "... M M"]  # of its covariance, one for all outputs or each
 
     @property
     def num_dims(self):
@@ -112,7 +103,8 @@ class PointPosterior(ConditionalPosterior):
 # %% ../nbs/20_variational.ipynb #c025
 def check_count(number, name: str):
     "ValueError unless `number` is a positive integer."
-    if not isinstance(number, (int, np.integer)) or isinstance(number, bool) or number < 1:
+    integer = isinstance(number, (int, np.integer)) and not isinstance(number, bool)
+    if not integer or number < 1:
         raise ValueError(f"{name} must be a positive integer, got {number!r}")
 
 
@@ -121,177 +113,135 @@ def zeros_for(
     num_data: int,  # N
     num_latents: int = 1,  # P
 ) -> Array:  # (N,), or (N, P) if P > 1
-    "Zeros in the dtype of the model, one for each data point and latent function. Raises ValueError for unusable arguments."
+    "Zeros for each data point and latent function, in the dtype of the model."
     if not isinstance(model, GP):
         raise ValueError(f"model must be a gp_thesis GP, got {type(model).__name__}")
     check_count(num_data, "num_data"), check_count(num_latents, "num_latents")
-    if num_latents != (model.likelihood.num_latents or num_latents):
-        raise ValueError(f"{type(model.likelihood).__name__} looks at {model.likelihood.num_latents} latent functions at once: "
-                         f"num_latents must be that, got {num_latents}")
-    leaves = jax.tree.leaves(eqx.filter(model, eqx.is_inexact_array))
-    return jnp.zeros((num_data,) if num_latents == 1 else (num_data, num_latents), jnp.result_type(*leaves or [float]))
-
-
-def check_all_data(
-    model: GP,
-    shape: tuple,  # (N,) or (N, P), of the latent functions at the data
-    X,  # Inputs, (N, D)
-    y=None,  # Observations, where they are needed
-    num_data: int | None = None,  # What a caller says N is
-) -> tuple[Array, Array | None]:
-    "X and y as arrays, if they are the N rows that an approximation was made for; else a ValueError."
-    if y is not None:
-        X, y = check_data(model, X, y)
-    else:
-        X = check_inputs(X)
-        model.kernel.diag(X), model.mean(X)  # for their own checks
-    if num_data not in (None, len(X)):
-        raise ValueError(f"all data are needed at once: num_data must be {len(X)}, the rows of X, got {num_data}")
-    if len(X) != shape[0]:
-        raise ValueError(f"X must have the {shape[0]} rows that the approximation has parameters for, got {len(X)}")
-    if y is not None and y.shape != observed_shape(model, shape):
-        raise ValueError(f"y must have shape {observed_shape(model, shape)}, to fit latent functions of shape {shape}, got {y.shape}")
-    return X, y
-
-# %% ../nbs/20_variational.ipynb #c027
-def tilted_moments(
-    likelihood: Likelihood,  # With plain arrays in the place of parameters
-    mean: Array,  # Of the Gaussian, any shape
-    var: Array,  # Of the Gaussian, the same shape
-    y: Array,  # Observations, the same shape
-) -> tuple[Array, Array, Array]:  # log Z, mean and variance, the same shape
-    "Normaliser and moments of p(y | f) N(f | mean, var) / Z, entry by entry, @eq-tilted-moments."
-    total = lambda mean: jnp.sum(likelihood.predictive_log_density(mean, var, y))
-    slope, curvature = jax.jvp(jax.grad(total), (mean,), (jnp.ones_like(mean),))
-    tilted_var = jnp.maximum(var + var**2 * curvature, jnp.finfo(var.dtype).eps * var)  # above zero, whatever rounding says
-    return likelihood.predictive_log_density(mean, var, y), mean + var * slope, tilted_var
+    if num_latents != (needed := model.likelihood.num_latents or num_latents):
+        raise ValueError(f"{type(model.likelihood).__name__} looks at {needed} latent "
+                         "functions at once: num_latents must be that, "
+                         f"got {num_latents}")
+    shape = (num_data,) if num_latents == 1 else (num_data, num_latents)
+    return jnp.zeros(shape, float_dtype(model))
 
 # %% ../nbs/20_variational.ipynb #c029
-class MeanField(eqx.Module):
-    """Free-form mean field: q(f(X)) = Π q_i(f_i), each q_i ∝ p(y_i | f_i) N(f_i | m(x_i) + a_i, s_i²), @eq-mean-field-factor.
+class MeanField(Approximation):
+    """Free-form mean field: q(f(X)) = Π q_i(f_i), @eq-mean-field-factor.
 
-    For any likelihood, one output. N parameters; O(N³) time and O(N²) memory. No correlation is kept, and s_i² is what
-    the prior leaves of the variance of f_i when all other values are known: very little for smooth functions and close inputs."""
+    For any likelihood, one output. N parameters; O(N³) time, O(N²) memory. No
+    correlation is kept, and s_i² is what the prior leaves of the variance of f_i when
+    all others are known: very little for smooth functions and close inputs."""
     model: GP
-    a: Parameter   # (N,), about the prior mean
+    a: Parameter   # (N,), the centres about the prior mean
+    needs_all_rows: ClassVar[bool] = True
+    posterior_needs: ClassVar[tuple[str, ...]] = ("X", "y")
 
-    def __init__(
-        self,
-        model: GP,
-        num_data: int,  # N
-    ):
-        self.a = free(zeros_for(model, num_data))
-        self.model = model
+    def __init__(self, model: GP, num_data: int):
+        self.model, self.a = model, free(zeros_for(model, num_data))
 
-    def objective(self, X, y, *, num_data: int | None = None) -> Float[Array, ""]:
-        "The bound @eq-mean-field-bound on log p(y), for y (N,) at X (N, D). Raises ValueError for unusable data."
-        return _mean_field_bound(self, *check_all_data(self.model, self.shape, X, y, num_data))
+    def bound(self, X, y):
+        "@eq-mean-field-bound."
+        L, s2, centre, (log_Z, mu, _) = mean_field_factors(self, X, y)
+        gain = jnp.sum(log_Z + 0.5 * jnp.log(s2) + 0.5 * (mu - centre) ** 2 / s2)
+        whitened = solve_lower(L, mu - self.model.mean.evaluate(X))
+        return gain - 0.5 * (jnp.sum(whitened**2) + log_determinant(L))
 
-    def posterior(self, X, y) -> "MeanFieldPosterior":
-        "q(f) for all inputs, given y (N,) at X (N, D). Raises ValueError for unusable data."
-        return _mean_field_posterior(self, *check_all_data(self.model, self.shape, X, y))
+    def q_f(self, X, y):
+        L, s2, centre, (_, mu, v) = mean_field_factors(self, X, y)
+        m = solve_lower(L, mu - self.model.mean.evaluate(X))
+        S_factor = solve_lower(L, jnp.diag(jnp.sqrt(v)))
+        return MeanFieldPosterior(self.model, X, L, m, S_factor, y, centre, s2)
 
-    def coordinate_ascent(self, X, y, sweeps: int = 1) -> "MeanField":
-        "The same after each a_i in turn, `sweeps` times over, was set to the best for the others, @eq-mean-field-update."
-        check_count(sweeps, "sweeps")
-        a = _coordinate_ascent(self, *check_all_data(self.model, self.shape, X, y), jnp.asarray(sweeps))
-        return eqx.tree_at(lambda approx: approx.a, self, free(a))
-
-    @property
-    def shape(self) -> tuple:
-        "(N,), the shape of y."
+    def latent_shape(self, rows):
         return unwrap(self.a).shape
 
+    def coordinate_ascent(self, X, y, sweeps: int = 1) -> "MeanField":
+        "The same after `sweeps` rounds of setting each a_i to its best for the others."
+        check_count(sweeps, "sweeps")
+        X, y = self.check(X, y)
+        a = compiled(_coordinate_ascent, self, X, y, jnp.asarray(sweeps))
+        return eqx.tree_at(lambda approx: approx.a, self, free(a))
+
 # %% ../nbs/20_variational.ipynb #c030
-def _conditional_variances(model, X):
-    "L with L Lᵀ = K, K⁻¹, and the variance s_i² = 1 / [K⁻¹]_ii of each value given all others, @eq-conditional-spread."
+def spread_given_others(model, X):
+    "L with L Lᵀ = K, K⁻¹, and s_i² = 1 / [K⁻¹]_ii, @eq-conditional-spread."
     L = cholesky(model.kernel.evaluate(X), "K")
     _, K_inv, diagonal = inverses(L)
     return L, K_inv, 1 / diagonal
 
 
-def _factors(approx, X, y):
-    "L, s_i², the centres m(x_i) + a_i, and log Z_i, mean and variance of every factor, @eq-mean-field-factor."
-    L, _, s2 = _conditional_variances(approx.model, X)
+def mean_field_factors(approx, X, y):
+    "L, s_i², m(x_i) + a_i, and log Z_i, mean and variance, @eq-mean-field-factor."
+    L, _, s2 = spread_given_others(approx.model, X)
     centre = approx.model.mean.evaluate(X) + approx.a
     return L, s2, centre, tilted_moments(approx.model.likelihood, centre, s2, y)
 
 
-@eqx.filter_jit
-@precise
-def _mean_field_bound(approx, X, y):
-    approx = unwrap(approx)
-    L, s2, centre, (log_Z, mu, _) = _factors(approx, X, y)
-    entropic = jnp.sum(log_Z + 0.5 * jnp.log(s2) + 0.5 * (mu - centre) ** 2 / s2)
-    mu = mu - approx.model.mean.evaluate(X)
-    return entropic - 0.5 * (jnp.sum(solve_lower(L, mu) ** 2) + log_determinant(L))  # @eq-mean-field-bound
-
-
-@eqx.filter_jit
-@precise
 def _coordinate_ascent(approx, X, y, sweeps):
-    model, a = (approx := unwrap(approx)).model, approx.a
-    _, K_inv, s2 = _conditional_variances(model, X)
+    model, a = approx.model, approx.a
+    _, K_inv, s2 = spread_given_others(model, X)
     prior_mean = model.mean.evaluate(X)
-    mean = lambda a, s2, y, prior_mean: tilted_moments(model.likelihood, prior_mean + a, s2, y)[1] - prior_mean
+
+    def mean(a, s2, y, prior_mean):
+        return tilted_moments(model.likelihood, prior_mean + a, s2, y)[1] - prior_mean
 
     def step(k, state):
         (a, mu), i = state, k % len(y)
         a = a.at[i].set(mu[i] - s2[i] * (K_inv[i] @ mu))  # @eq-mean-field-update
         return a, mu.at[i].set(mean(a[i], s2[i], y[i], prior_mean[i]))
 
-    return jax.lax.fori_loop(0, sweeps * len(y), step, (a, mean(a, s2, y, prior_mean)))[0]
+    start = a, mean(a, s2, y, prior_mean)
+    return jax.lax.fori_loop(0, sweeps * len(y), step, start)[0]
 
 # %% ../nbs/20_variational.ipynb #c032
 class MeanFieldPosterior(PointPosterior):
-    """q(f) = ∫ p(f | f(X)) Π q_i(f_i) df(X) with the factors of @eq-mean-field-factor, which are not Gaussian.
+    """q(f) = ∫ p(f | f(X)) Π q_i(f_i) df(X), whose factors are not Gaussian.
 
-    Mean, covariance and samples are those of q(f). Predictions of y take f(x) for Gaussian with the same two moments."""
+    Mean, covariance and samples are those of q(f). Predictions of y take f(x) for
+    Gaussian with the same two moments."""
     y: Float[Array, "M"]
     centre: Float[Array, "M"]   # m(x_i) + a_i
     spread: Float[Array, "M"]   # s_i²
 
-    def sample(self, key, Xs, n: int = 1) -> Float[Array, "n S"]:
-        "n functions drawn from q(f), at Xs: (n, S)."
-        return _sample_mean_field(self, key, self._check(Xs), n)
+    def sample(self, key, Xs, n=1):
+        return compiled(_sample_mean_field, self, key, self.check(Xs), n)
 
 
-@eqx.filter_jit
-@precise
-def _mean_field_posterior(approx, X, y):
-    model = (approx := unwrap(approx)).model
-    L, s2, centre, (_, mu, v) = _factors(approx, X, y)
-    m = solve_lower(L, mu - model.mean.evaluate(X))
-    return MeanFieldPosterior(model, X, L, m, solve_lower(L, jnp.diag(jnp.sqrt(v))), y, centre, s2)
-
-
-@eqx.filter_jit
-@precise
-def _sample_mean_field(post, key, Xs, n):
-    model, likelihood = post.model, post.model.likelihood
-    uniform, normal = jax.random.split(key)
+def _values_at_data(post, key, n):
+    "n draws from each factor by the inverse of its distribution function, (n, N)."
+    likelihood = post.model.likelihood
     _, mu, v = tilted_moments(likelihood, post.centre, post.spread, post.y)
-    grid = mu + jnp.sqrt(v) * jnp.linspace(-8.0, 8.0, 1001, dtype=mu.dtype)[:, None]
-    log_q = likelihood.log_density(grid, post.y) - 0.5 * (grid - post.centre) ** 2 / post.spread
+    steps = jnp.linspace(-8.0, 8.0, 1001, dtype=mu.dtype)[:, None]
+    grid = mu + jnp.sqrt(v) * steps
+    log_q = likelihood.log_density(grid, post.y)
+    log_q = log_q - 0.5 * (grid - post.centre) ** 2 / post.spread
     cdf = jnp.cumsum(jnp.exp(log_q - jnp.max(log_q, axis=0)), axis=0)
-    u = jax.random.uniform(uniform, (n, len(mu)), mu.dtype)
-    values = jax.vmap(jnp.interp, (1, 1, 1), 1)(u, cdf / cdf[-1], grid)  # inverse of each distribution function
+    u = jax.random.uniform(key, (n, len(mu)), mu.dtype)
+    return jax.vmap(jnp.interp, (1, 1, 1), 1)(u, cdf / cdf[-1], grid)
+
+
+def _sample_mean_field(post, key, Xs, n):
+    (uniform, normal), kernel = jax.random.split(key), post.model.kernel
+    values = _values_at_data(post, uniform, n) - post.model.mean.evaluate(post.Z)
     A = solve_lower(post.L, post.cross_covariance(Xs))
-    variances = model.kernel.evaluate_diag(Xs)
-    factor = cholesky(model.kernel.evaluate(Xs) - A.T @ A, "the prior covariance of f(Xs) given f(X)",
-                      JITTER[mu.dtype.name][1] * jnp.mean(variances))  # at the data it is zero but for rounding
-    noise = jax.random.normal(normal, (n, len(Xs)), mu.dtype)
-    return model.mean.evaluate(Xs) + solve_lower(post.L, (values - model.mean.evaluate(post.Z)).T).T @ A + noise @ factor.T
+    least = JITTER[A.dtype.name][1] * jnp.mean(kernel.evaluate_diag(Xs))
+    # At the data what is left of the covariance is zero but for rounding.
+    name = "the prior covariance of f(Xs) given f(X)"
+    factor = cholesky(kernel.evaluate(Xs) - A.T @ A, name, least)
+    noise = jax.random.normal(normal, (n, len(Xs)), A.dtype)
+    mean = post.model.mean.evaluate(Xs) + solve_lower(post.L, values.T).T @ A
+    return mean + noise @ factor.T
 
 # %% ../nbs/20_variational.ipynb #c038
-class VGP(eqx.Module):
-    """The Gaussian of Opper and Archambeau (2009): q(f(X)) is the posterior of made-up data, @eq-opper-archambeau.
-
-    For any likelihood; the best of all Gaussians if its log density is concave in f. With P latent functions (y has P
-    columns) they are independent. 2 N P parameters; O(P N³) time and O(P N²) memory."""
+class VGP(Approximation):
+    """q(f(X)) is the posterior of made-up data, @eq-opper-archambeau. For any
+    likelihood; the best of all Gaussians if its log density is concave in f. P latent
+    functions are independent. 2 N P parameters, O(P N³) time."""
     model: GP
     targets: Parameter     # (N,) or (N, P), made-up observations of f(X)
     precision: Parameter   # (N,) or (N, P), inverse variances of their noise
+    needs_all_rows: ClassVar[bool] = True
+    posterior_needs: ClassVar[tuple[str, ...]] = ("X",)
 
     def __init__(
         self,
@@ -300,105 +250,100 @@ class VGP(eqx.Module):
         num_latents: int = 1,  # P
     ):
         zeros = zeros_for(model, num_data, num_latents)
-        self.model, self.targets, self.precision = model, free(zeros), positive(zeros + 1)
+        self.model, self.targets = model, free(zeros)
+        self.precision = positive(zeros + 1)
 
-    def objective(self, X, y, *, num_data: int | None = None) -> Float[Array, ""]:
-        "The bound @eq-gaussian-bound on log p(y), for y (N,) or (N, P) at X (N, D). Raises ValueError for unusable data."
-        return _vgp_bound(self, *check_all_data(self.model, self.shape, X, y, num_data))
+    def bound(self, X, y):
+        return gaussian_bound(self.model, X, y, *made_up_regressions(self, X))
 
-    def posterior(self, X, y=None) -> PointPosterior:
-        "q(f) for all inputs, given the inputs X (N, D) of the data. Raises ValueError for unusable data."
-        return _vgp_posterior(self, check_all_data(self.model, self.shape, X, y)[0])
+    def q_f(self, X):
+        return _whitened_posterior(self, X)
+
+    def latent_shape(self, rows):
+        return unwrap(self.targets).shape
 
     def fixed_point(self, X, y, rounds: int = 1, rate: float = 1.0) -> "VGP":
-        "The same after `rounds` steps of @eq-fixed-point; for a Gaussian likelihood one is enough. A `rate` below 1 damps them."
+        "The same after `rounds` steps of @eq-fixed-point, damped by a `rate` below 1."
         check_count(rounds, "rounds")
         if not 0 < rate <= 1:
             raise ValueError(f"rate must be above 0 and at most 1, got {rate!r}")
-        X, y = check_all_data(self.model, self.shape, X, y)
-        targets, precision = _fixed_point(self, X, y, jnp.asarray(rounds), jnp.asarray(rate, X.dtype))  # arrays: compiled once
-        return eqx.tree_at(lambda approx: (approx.targets, approx.precision), self, (free(targets), positive(precision)))
-
-    @property
-    def shape(self) -> tuple:
-        "(N,) or (N, P), of the latent functions at the data."
-        return unwrap(self.targets).shape
+        X, y = self.check(X, y)  # arrays below: compiled once
+        dials = jnp.asarray(rounds), jnp.asarray(rate, X.dtype)
+        targets, precision = compiled(_fixed_point, self, X, y, *dials)
+        where = lambda approx: (approx.targets, approx.precision)
+        return eqx.tree_at(where, self, (free(targets), positive(precision)))
 
 # %% ../nbs/20_variational.ipynb #c039
-def _gaussian_bound(model, X, y, offset, var, kl):
-    "@eq-gaussian-bound, from the mean less the prior's and the variances of q, (N,) or (P, N), and its KL from the prior."
-    mean = (model.mean.evaluate(X) + offset).T
-    return jnp.sum(model.likelihood.variational_expectations(mean, var.T, y)) - jnp.sum(kl)
+def gaussian_bound(model, X, y, offset, var, kl):
+    "@eq-gaussian-bound from q's mean less the prior's, its variances and its KL."
+    mean = (model.mean.evaluate(X).T + offset).T
+    expected = model.likelihood.variational_expectations(mean, var.T, y)
+    return jnp.sum(expected) - jnp.sum(kl)
 
 
-def _made_up_regression(K, residual, precision):
-    "Mean less the prior's (N,), variances (N,) and KL from the prior of q = N(K α, (K⁻¹ + Λ)⁻¹), @eq-opper-archambeau."
+def made_up_regression(K, residual, precision):
+    "Mean less the prior's, variances and KL of N(K α, (K⁻¹ + Λ)⁻¹)."
     root = jnp.sqrt(precision)
     L = cholesky(root[:, None] * K * root, "I + Λ^½ K Λ^½", 1.0)
     alpha = root * solve_upper(L, solve_lower(L, root * residual))
-    explained = jnp.sum(solve_lower(L, root[:, None] * K) ** 2, axis=0)
-    var = jnp.maximum(jnp.diag(K) - explained, jnp.finfo(K.dtype).eps * jnp.diag(K))
+    var = project(L, root[:, None] * K, jnp.diag(K)).d
+    var = jnp.maximum(var, jnp.finfo(K.dtype).eps * jnp.diag(K))
     offset = K @ alpha
-    return offset, var, 0.5 * (log_determinant(L) - precision @ var + alpha @ offset)  # @eq-opper-archambeau-kl
+    kl = 0.5 * (log_determinant(L) - precision @ var + alpha @ offset)
+    return offset, var, kl  # @eq-opper-archambeau, @eq-opper-archambeau-kl
 
 
-def _regress(approx, X):
-    "`_made_up_regression` for each latent function, (P, N), (P, N) and (P,), or for the one."
+def made_up_regressions(approx, X):
+    "The same for each latent function, (P, N), (P, N) and (P,), or for the one."
     K, prior_mean = approx.model.kernel.evaluate(X), approx.model.mean.evaluate(X)
-    each = jnp.vectorize(lambda *site: _made_up_regression(K, *site), signature="(n),(n)->(n),(n),()")
-    return each(approx.targets.T - prior_mean, approx.precision.T)
-
-
-@eqx.filter_jit
-@precise
-def _vgp_bound(approx, X, y):
-    approx = unwrap(approx)
-    return _gaussian_bound(approx.model, X, y, *_regress(approx, X))
+    each = jnp.vectorize(lambda *site: made_up_regression(K, *site),
+                         signature="(n),(n)->(n),(n),()")
+    return each(approx.targets.T - prior_mean.T, approx.precision.T)
 
 # %% ../nbs/20_variational.ipynb #c041
-@eqx.filter_jit
-@precise
 def _fixed_point(approx, X, y, rounds, rate):
-    approx = unwrap(approx)
-    expectations = lambda mean, var: jnp.sum(approx.model.likelihood.variational_expectations(mean, var, y))
-    prior_mean, eps = approx.model.mean.evaluate(X), jnp.finfo(X.dtype).eps
+    model, eps = approx.model, jnp.finfo(X.dtype).eps
+    expectations = lambda mean, var: jnp.sum(
+        model.likelihood.variational_expectations(mean, var, y))
 
     def step(_, site):
         targets, old = site
-        offset, var, _ = _regress(eqx.tree_at(lambda a: (a.targets, a.precision), approx, site), X)
-        mean = (prior_mean + offset).T
+        sites = lambda approx: (approx.targets, approx.precision)
+        offset, var, _ = made_up_regressions(eqx.tree_at(sites, approx, site), X)
+        mean = (model.mean.evaluate(X).T + offset).T
         force, half_curvature = jax.grad(expectations, argnums=(0, 1))(mean, var.T)
-        new = jnp.maximum(-2 * half_curvature, eps**2)
+        new = jnp.maximum(-2 * half_curvature, eps**2)  # @eq-fixed-point
         precision = old + rate * (new - old)
-        return (old * targets + rate * (force + new * mean - old * targets)) / precision, precision  # @eq-fixed-point
+        shift = old * targets + rate * (force + new * mean - old * targets)
+        return shift / precision, precision
 
     return jax.lax.fori_loop(0, rounds, step, (approx.targets, approx.precision))
 
 
-@eqx.filter_jit
-@precise
-def _vgp_posterior(approx, X):
-    approx = unwrap(approx)
+def _whitened_posterior(approx, X):
     L = cholesky(approx.model.kernel.evaluate(X), "K")
-    prior_mean = approx.model.mean.evaluate(X)
+    residuals = approx.targets.T - approx.model.mean.evaluate(X).T
 
     def whitened(residual, precision):
         C = cholesky((L.T * precision) @ L, "I + Lᵀ Λ L", 1.0)
         R = solve_upper(C, jnp.eye(len(X), dtype=X.dtype))
-        return R @ (R.T @ (L.T @ (precision * residual))), R  # @eq-opper-archambeau-whitened
+        return R @ (R.T @ (L.T @ (precision * residual))), R
 
-    m, S_factor = jnp.vectorize(whitened, signature="(n),(n)->(n),(n,n)")(approx.targets.T - prior_mean, approx.precision.T)
+    each = jnp.vectorize(whitened, signature="(n),(n)->(n),(n,n)")
+    m, S_factor = each(residuals, approx.precision.T)  # @eq-opper-archambeau-whitened
     return PointPosterior(approx.model, X, L, m.T, S_factor)
 
 # %% ../nbs/20_variational.ipynb #c043
-class WhitenedVGP(eqx.Module):
-    """f(X) = m(X) + L v with L Lᵀ = K and q(v) = N(m, S_factor S_factorᵀ), @eq-whitened: the full Gaussian in whitened coordinates.
+class WhitenedVGP(Approximation):
+    """The full Gaussian in whitened coordinates, f(X) = m(X) + L v, @eq-whitened.
 
-    For any likelihood. With P latent functions (y has P columns) they are independent. P N (N + 3) / 2 parameters;
+    For any likelihood. P latent functions are independent. P N (N + 3) / 2 parameters;
     O(P N³) time and O(P N²) memory."""
     model: GP
     m: Parameter         # (N,) or (N, P)
     S_factor: Parameter  # (N, N) or (P, N, N), lower triangular
+    needs_all_rows: ClassVar[bool] = True
+    posterior_needs: ClassVar[tuple[str, ...]] = ("X",)
 
     def __init__(
         self,
@@ -407,31 +352,20 @@ class WhitenedVGP(eqx.Module):
         num_latents: int = 1,  # P
     ):
         zeros = zeros_for(model, num_data, num_latents)
-        eye = jnp.broadcast_to(jnp.eye(num_data, dtype=zeros.dtype), (*zeros.shape[1:], num_data, num_data))
+        eye = jnp.eye(num_data, dtype=zeros.dtype)
+        eye = jnp.broadcast_to(eye, (*zeros.shape[1:], num_data, num_data))
         self.model, self.m, self.S_factor = model, free(zeros), lower_triangular(eye)
 
-    def objective(self, X, y, *, num_data: int | None = None) -> Float[Array, ""]:
-        "The bound @eq-gaussian-bound on log p(y), for y (N,) or (N, P) at X (N, D). Raises ValueError for unusable data."
-        return _whitened_bound(self, *check_all_data(self.model, unwrap(self.m).shape, X, y, num_data))
+    def bound(self, X, y):
+        L = cholesky(self.model.kernel.evaluate(X), "K")
+        var = jnp.sum((L @ self.S_factor) ** 2, axis=-1)  # @eq-whitened
+        kl = jnp.vectorize(kl_from_cholesky, signature="(n),(n,n)->()")
+        kl = kl(self.m.T, self.S_factor)
+        return gaussian_bound(self.model, X, y, self.m.T @ L.T, var, kl)
 
-    def posterior(self, X, y=None) -> PointPosterior:
-        "q(f) for all inputs, given the inputs X (N, D) of the data. Raises ValueError for unusable data."
-        X, _ = check_all_data(self.model, unwrap(self.m).shape, X, y)
-        return _whitened_posterior(self, X)
+    def q_f(self, X):
+        L = cholesky(self.model.kernel.evaluate(X), "K")
+        return PointPosterior(self.model, X, L, self.m, self.S_factor)
 
-
-@eqx.filter_jit
-@precise
-def _whitened_bound(approx, X, y):
-    approx = unwrap(approx)
-    L = cholesky(approx.model.kernel.evaluate(X), "K")
-    var = jnp.sum((L @ approx.S_factor) ** 2, axis=-1)
-    kl = jnp.vectorize(kl_from_cholesky, signature="(n),(n,n)->()")(approx.m.T, approx.S_factor)
-    return _gaussian_bound(approx.model, X, y, approx.m.T @ L.T, var, kl)  # @eq-whitened
-
-
-@eqx.filter_jit
-@precise
-def _whitened_posterior(approx, X):
-    approx = unwrap(approx)
-    return PointPosterior(approx.model, X, cholesky(approx.model.kernel.evaluate(X), "K"), approx.m, approx.S_factor)
+    def latent_shape(self, rows):
+        return unwrap(self.m).shape

@@ -32,7 +32,9 @@ def finite_difference(f, x, step=1e-5):
     return out
 
 
-problems = st.tuples(st.integers(0, 2**32 - 1), st.integers(1, 4), st.integers(1, 4))
+# Few pairs of sizes, since each compiles: a number, a row, a column, square, wide, tall.
+sizes = st.sampled_from([(1, 1), (1, 3), (3, 1), (3, 3), (2, 4), (4, 2)])
+problems = st.tuples(st.integers(0, 2**32 - 1), sizes).map(lambda problem: (problem[0], *problem[1]))
 many = settings(max_examples=15)
 
 

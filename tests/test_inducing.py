@@ -39,12 +39,13 @@ def on_a_grid(k, Z, width, frequency, X, nodes):
     "K_uu and K_uf from sums over a grid of window times kernel; `k` is a function of two arrays."
     M, D = Z.shape
     b, w = np.broadcast_to(width, (M, D)), np.broadcast_to(frequency, (M, D))
-    axis = np.linspace(-8, 8, nodes)
+    axis = np.linspace(-7, 7, nodes)
     steps = np.stack(np.meshgrid(*[axis] * D, indexing="ij"), -1).reshape(-1, D)
     mass = np.exp(-0.5 * (steps**2).sum(1)) * ((axis[1] - axis[0]) / np.sqrt(2 * np.pi)) ** D
     at = [Z[r] + b[r] * steps for r in range(M)]
     g = [mass * np.cos((b[r] * steps) @ w[r]) for r in range(M)]
-    Kuu = np.array([[g[i] @ k(at[i], at[j]) @ g[j] for j in range(M)] for i in range(M)])
+    lower = np.array([[g[i] @ k(at[i], at[j]) @ g[j] if j <= i else 0.0 for j in range(M)] for i in range(M)])
+    Kuu = lower + np.tril(lower, -1).T
     return Kuu, np.array([g[i] @ k(at[i], X) for i in range(M)])
 
 
@@ -52,7 +53,7 @@ def shaped(shape, D, M, low, high):
     return rng.uniform(low, high, {"number": (), "columns": (D,), "all": (M, D)}[shape])
 
 
-@pytest.mark.parametrize("D, nodes", [(1, 120), (2, 36)])
+@pytest.mark.parametrize("D, nodes", [(1, 105), (2, 32)])
 @pytest.mark.parametrize("shape", ["number", "columns", "all"])
 @pytest.mark.parametrize("wave", [False, True])
 def test_closed_forms_equal_sums_over_a_grid(D, nodes, shape, wave):

@@ -2,7 +2,9 @@
 
 import math
 
+import equinox as eqx
 import jax
+import jax.flatten_util
 import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
@@ -13,9 +15,9 @@ from scipy import special
 from sklearn.gaussian_process import kernels as sk
 
 from gp_thesis.kernels import (
-    RBF, Constant, ConstantMean, Cosine, Exponential, Kernel, Linear, LinearMean, Matern12, Matern32, Matern52,
-    Periodic, Polynomial, Product, Stationary, Sum, White, Wiener, Zero, check_inputs, sample_prior, squared_distance)
-from gp_thesis.parameters import cast, freeze, partition, positive, unwrap
+    RBF, Constant, ConstantMean, Cosine, Exponential, IdentityMean, Kernel, Linear, LinearMean, Matern12, Matern32,
+    Matern52, Periodic, Polynomial, Process, Product, Stationary, Sum, White, Wiener, Zero, check_inputs, sample_prior, squared_distance)
+from gp_thesis.parameters import cast, free, freeze, partition, positive, unwrap
 
 
 ell, period = np.array([0.7, 1.9]), np.array([1.3, 2.2])
@@ -432,3 +434,130 @@ def test_shapes_are_checked_while_tracing_and_values_are_not():
 def test_every_kernel_is_a_kernel_with_active_dims(name):
     assert isinstance(CASES[name][0](), Kernel)
     assert CASES[name][0]().active_dims is None
+
+
+# ---- processes, means of several columns
+
+def test_means_of_several_functions():
+    X, W = some("RBF"), np.array([[1.0, 0.5, 0.0], [-2.0, 1.0, 3.0]])
+    np.testing.assert_array_equal(ConstantMean([1.5, -2.0, 0.0])(X), np.tile([1.5, -2.0, 0.0], (9, 1)))
+    np.testing.assert_allclose(LinearMean(W, 0.5)(X), X @ W + 0.5)
+    np.testing.assert_allclose(LinearMean(W, [0.1, 0.2, 0.3])(X), X @ W + [0.1, 0.2, 0.3])
+    np.testing.assert_array_equal(IdentityMean()(X), X)
+    for mean, shape in ((Zero(), (9,)), (LinearMean(W[:, :1]), (9, 1)), (ConstantMean([0.0]), (9, 1))):
+        assert mean(X).shape == shape
+
+
+def test_a_frozen_projection_does_not_move():
+    X, W = some("RBF"), np.array([[1.0], [-2.0]])
+    loss = lambda mean: jnp.sum((mean(X) - 1.0) ** 2)
+    for projection in (LinearMean(freeze(free(W))), LinearMean(freeze(jnp.asarray(W)))):
+        gradient = jax.grad(loss)(projection)
+        assert all(np.all(leaf == 0) for leaf in jax.tree.leaves(gradient.weights))
+        np.testing.assert_allclose(gradient.bias.unconstrained, 2 * np.sum(X @ W - 1))
+        assert len(jax.tree.leaves(partition(projection)[0])) == 1          # the bias
+    assert not jax.tree.leaves(partition(freeze(LinearMean(W)))[0])
+    np.testing.assert_allclose(freeze(LinearMean(W))(X), X @ W)
+
+
+def test_process_marginals():
+    X, kernel = some("RBF"), Matern32(0.8, 2.0) + Linear([0.3, 0.1])
+    mean, var = Process(kernel).marginals(X)
+    np.testing.assert_array_equal(mean, np.zeros(9))
+    np.testing.assert_allclose(var, np.diag(kernel(X)))
+    mean, var = Process(kernel, LinearMean(np.eye(2)[:, [1, 0]])).marginals(X)
+    np.testing.assert_allclose(mean, X[:, ::-1])
+    np.testing.assert_allclose(var, np.diag(kernel(X))[:, None].repeat(2, 1))
+
+
+def test_draws_of_several_functions_are_independent():
+    X, num = np.array([[0.0], [0.3], [1.1]]), 40_000
+    kernel, mean = Matern32(0.8, 2.0), LinearMean([[1.0, -1.0]], [0.0, 3.0])
+    draws = np.asarray(sample_prior(jax.random.key(1), kernel, X, num, mean))
+    assert draws.shape == (num, 3, 2)
+    np.testing.assert_array_equal(draws[:2], Process(kernel, mean).sample(jax.random.key(1), X, num)[:2])
+    assert np.all(np.abs(draws.mean(0) - np.hstack([X, 3 - X])) < 5 * np.sqrt(2.0 / num))
+    joint = np.kron(np.eye(2), kernel(X))                                    # the columns one after another
+    got = np.cov(np.moveaxis(draws, 1, 2).reshape(num, 6).T)
+    assert np.all(np.abs(got - joint) < 7 * 2.0 / np.sqrt(num))
+    assert Process(kernel).sample(jax.random.key(0), X).shape == (1, 3)
+
+
+@pytest.mark.parametrize("call, message", [
+    (lambda: Process(Zero()), r"kernel must be a gp_thesis Kernel, got Zero\(\)"),
+    (lambda: Process(RBF(), RBF()), "mean must be a gp_thesis Mean, got RBF"),
+    (lambda: Process(RBF(), 0.0), "mean must be a gp_thesis Mean, got 0.0"),
+    (lambda: Process(RBF()).marginals(np.ones(3)), r"X must have shape \(N, D\)"),
+    (lambda: ConstantMean(np.ones((2, 2))), r"value must be one number or a vector, got shape \(2, 2\)"),
+    (lambda: LinearMean(2.0), r"weights must be a vector or a matrix, got shape \(\)"),
+    (lambda: LinearMean(np.ones((2, 2, 2))), r"weights must be a vector or a matrix, got shape \(2, 2, 2\)"),
+    (lambda: LinearMean(np.ones(2), [1.0, 2.0]), r"bias must be one number, or one for each column of the weights \(2,\), got shape \(2,\)"),
+    (lambda: LinearMean(np.ones((2, 3)), [1.0, 2.0]), r"weights \(2, 3\), got shape \(2,\)"),
+    (lambda: LinearMean(np.ones((3, 1)))(good), r"each of the 2 columns of X, or one row of numbers, got shape \(3, 1\)"),
+    (lambda: IdentityMean()(np.ones(3)), r"X must have shape \(N, D\)"),
+])
+def test_errors_of_processes_and_means(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+# ---- second derivatives of every kernel, in inputs and hyperparameters at once
+
+tens = np.linspace(1, 2, 10)                                                 # more columns than EXACT_COLUMNS
+SECOND = {name: (make, 2) for name, (make, _) in CASES.items()} | {
+    "RBF, wide": (lambda: RBF(tens), 10), "Matern32, wide": (lambda: Matern32(tens), 10)}
+
+
+@pytest.mark.parametrize("name", [name for name in SECOND if name != "composite"])     # parts of it are all here
+def test_second_derivatives_forward_over_reverse_and_reverse_over_reverse(name):
+    "The Hessian times a direction that moves inputs and hyperparameters, against a difference of gradients."
+    make, num_dims = SECOND[name]
+    rng = np.random.default_rng(0)
+    X, X2 = (columns(name, rng.normal(size=(num, num_dims))) for num in (3, 2))
+    trainable, rest = partition(make())
+    flat, restore = jax.flatten_util.ravel_pytree((trainable, X, X2))
+    G, H, direction = weights(3, 3), weights(3, 2), rng.normal(size=flat.size)
+
+    def total(v):
+        trainable, X, X2 = restore(v)
+        kernel = eqx.combine(trainable, rest)
+        return jnp.sum(G * kernel(X)) + jnp.sum(H * kernel(X, X2)) + jnp.sum(jnp.sin(kernel.diag(X)))
+
+    @jax.jit
+    def derivatives(v):
+        gradient, forward = jax.jvp(jax.grad(total), (v,), (direction,))
+        return gradient, forward, jax.grad(lambda v: direction @ jax.grad(total)(v))(v)
+
+    step = 1e-5 * direction
+    expected = (derivatives(flat + step)[0] - derivatives(flat - step)[0]) / 2e-5
+    _, forward, reverse = derivatives(flat)
+    np.testing.assert_allclose(forward, expected, rtol=1e-6, atol=1e-6 * np.abs(expected).max())
+    np.testing.assert_allclose(reverse, forward, rtol=1e-10, atol=1e-10 * np.abs(forward).max())
+
+    X[1] = X2[0] = X[0]                                                      # coincident inputs
+    _, forward, reverse = derivatives(jax.flatten_util.ravel_pytree((trainable, X, X2))[0])
+    assert np.all(np.isfinite(forward)) and np.abs(forward).max() < 1e4
+    np.testing.assert_allclose(reverse, forward, rtol=1e-10, atol=1e-10 * np.abs(forward).max())
+
+
+@pytest.mark.parametrize("name", ["RBF", "Matern32", "Periodic", "Polynomial", "Wiener", "composite", "RBF, wide"])
+def test_vmap_over_hyperparameters(name):
+    make, num_dims = SECOND[name]
+    X = columns(name, np.random.default_rng(0).normal(size=(4, num_dims)))
+    trainable, rest = partition(make())
+    shifts = jnp.array([-0.5, 0.0, 0.7])
+
+    @jax.jit
+    def at_once_and_one_by_one(shifts):
+        K = lambda shift: eqx.combine(jax.tree.map(lambda leaf: leaf + shift, trainable), rest)(X)
+        return jax.vmap(K)(shifts), jnp.stack([K(shift) for shift in shifts])
+
+    at_once, one_by_one = at_once_and_one_by_one(shifts)
+    np.testing.assert_allclose(at_once, one_by_one, rtol=1e-12, atol=1e-14)
+    assert not np.allclose(at_once[0], at_once[2])
+
+
+def test_vmap_over_a_constructor():
+    X, scales = some("RBF", 4), np.array([0.5, 1.0, 2.0])
+    at_once = jax.jit(jax.vmap(lambda scale: Matern52(scale, 2 * scale)(X)))(scales)
+    np.testing.assert_allclose(at_once, np.stack([Matern52(scale, 2 * scale)(X) for scale in scales]), rtol=1e-12)

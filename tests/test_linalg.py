@@ -7,7 +7,8 @@ import pytest
 import scipy.stats
 from jax.test_util import check_grads
 
-from gp_thesis.linalg import (JITTER, add_diagonal, cholesky, cholesky_reverse_blocked, cholesky_reverse_unblocked, inverses, log_density,
+from gp_thesis.linalg import (JITTER, add_diagonal, cholesky, cholesky_reverse_blocked, cholesky_reverse_unblocked,
+                              fails_with_nan, inverse_lower, inverses, log_density, nan_on_failure,
                               log_determinant, low_rank_log_determinant, solve_lower, solve_upper, woodbury_solve)
 
 rng = np.random.default_rng(0)
@@ -136,3 +137,28 @@ def test_small_helpers():
     assert jnp.allclose(L @ solve_lower(L, B), B) and jnp.allclose(L.T @ solve_upper(L, B[:, 0]), B[:, 0])
     assert np.isclose(log_determinant(L), np.linalg.slogdet(K)[1])
     assert jnp.allclose(add_diagonal(K, jnp.arange(5.0)), K + jnp.diag(jnp.arange(5.0)))
+
+
+def test_a_failure_is_nan_for_those_who_ask_and_ends_nobody_else():
+    K = jnp.stack([spd(4), -jnp.eye(4)])
+    with nan_on_failure():
+        L = jax.jit(jax.vmap(cholesky))(K)
+        value, slope = jax.value_and_grad(lambda K: log_density(jnp.ones(4), 0.0, K))(K[1])
+    assert jnp.allclose(L[0], cholesky(K[0])) and jnp.isnan(L[1]).any()
+    assert jnp.isnan(value) and jnp.isnan(slope).any()
+    with pytest.raises(eqx.EquinoxRuntimeError, match="K of size 4 x 4"):
+        jax.block_until_ready(jax.vmap(cholesky)(K))
+
+
+def test_a_program_compiled_for_nan_is_not_reused_for_errors():
+    factor = jax.jit(cholesky)
+    with nan_on_failure():
+        assert jnp.isnan(factor(-jnp.eye(3))).any()
+    with pytest.raises(Exception, match="K of size 3 x 3"):
+        jax.block_until_ready(factor(-jnp.eye(3)))
+    assert not fails_with_nan()
+
+
+def test_second_derivatives_through_inverses():
+    function = lambda L: jnp.sum(jnp.sin(inverses(jnp.tril(L))[1])) + jnp.sum(inverse_lower(jnp.tril(L)) ** 2)
+    check_grads(function, (jnp.linalg.cholesky(spd(5, floor=1.0)),), order=2, modes=("fwd", "rev"), rtol=1e-4, atol=1e-4)

@@ -1,6 +1,7 @@
 "Parameters: bijections, freezing, priors, dtypes."
 import equinox as eqx
 import jax
+import jax.flatten_util
 import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
@@ -100,3 +101,25 @@ def test_every_kind_of_parameter_keeps_its_precision():
     for parameter in parameters:
         single = cast(parameter, jnp.float32)
         assert single.value.dtype == jnp.float32 and jnp.allclose(single.value, parameter.value, rtol=1e-6)
+
+
+def test_vmap_and_second_derivatives_go_through_the_bijections():
+    "The chain rule for a quadratic function of the values, against softplus and a triangle filled by hand."
+    C, D = np.array([[2.0, 0.5], [0.5, 1.0]]), np.random.default_rng(0).normal(size=(4, 4))
+    model = Model(positive([0.3, 2.0]), lower_triangular([[0.7, 0.0], [-0.4, 1.5]]))
+    trainable, rest = partition(model)
+    v, restore = jax.flatten_util.ravel_pytree(trainable)
+
+    def through_parameters(v):
+        values = unwrap(eqx.combine(restore(v), rest))
+        return values.a @ C @ values.a + jnp.ravel(values.b) @ D @ jnp.ravel(values.b)
+
+    def by_hand(v):
+        a = jnp.log1p(jnp.exp(v[:2]))
+        L = jnp.array([[jnp.log1p(jnp.exp(v[4])), 0.0], [v[3], jnp.log1p(jnp.exp(v[2]))]])
+        return a @ C @ a + jnp.ravel(L) @ D @ jnp.ravel(L)
+
+    vs = v + jnp.array([[0.0], [-0.6], [1.1]])
+    hessians = jax.jit(jax.vmap(jax.hessian(through_parameters)))(vs)
+    np.testing.assert_allclose(hessians, jax.jit(jax.vmap(jax.hessian(by_hand)))(vs), rtol=1e-10, atol=1e-12)
+    np.testing.assert_allclose(jax.jit(jax.vmap(through_parameters))(vs), [through_parameters(v) for v in vs], rtol=1e-12)
