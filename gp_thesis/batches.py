@@ -7,6 +7,7 @@ __all__ = ['CHUNK', 'STACK', 'minibatch_rows', 'minibatch', 'Span', 'spans', 'Ba
            'Whole', 'Drawn', 'Stack', 'Stream', 'Mapped', 'Epochs', 'as_batches', 'is_positive_integer']
 
 # %% ../nbs/13_batches.ipynb #b004
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -302,7 +303,7 @@ class Epochs(Stream):
         if self.next is None:
             raise ValueError("data must be an iterable with at least one batch, "
                              "got none")
-        check(*self.next)
+        _checked(check, self.next)
         self.fingerprint = f"{fingerprint(self.next)}; first for {num_data} rows"
         super().__init__(check, devices, num_data, self.next)
 
@@ -346,7 +347,7 @@ def as_batches(
     if mapped and len({len(array) for array in data}) > 1:
         raise ValueError("the arrays of a batch must have the same number of rows, got "
                          f"{[len(array) for array in data]}")
-    checked = check(*(array[:1] for array in data)) if mapped else check(*data)
+    checked = _checked(check, [array[:1] for array in data] if mapped else data)
     if batch_size is None:
         check_division(len(checked[0]), devices)
         return Whole(spread(checked, devices, "rows"), devices)
@@ -360,6 +361,18 @@ def as_batches(
 def is_positive_integer(n) -> bool:
     "Whether `n` counts something."
     return isinstance(n, (int, np.integer)) and not isinstance(n, bool) and n >= 1
+
+
+def _checked(check, data):
+    "What `check` makes of the arrays, if it takes so many."
+    if any(isinstance(array, (tuple, dict, str)) for array in data):
+        check_rows(*data)                       # a list of batches, and no num_data
+    try:
+        inspect.signature(check).bind(*data)
+    except TypeError as error:
+        raise ValueError("data must be as many arrays as the approximation takes, "
+                         f"got {len(data)} ({error})") from None
+    return check(*data)
 
 
 def _as_devices(devices):

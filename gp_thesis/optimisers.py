@@ -9,7 +9,6 @@ __all__ = ['REASONS', 'RUNNING', 'TAKEN', 'SETTLED', 'FLAT', 'NOT_FINITE', 'STOP
 
 # %% ../nbs/08_optimisers.ipynb #a004
 from collections.abc import Callable
-from contextlib import nullcontext as nan_on_failure
 from typing import NamedTuple
 
 import equinox as eqx
@@ -21,6 +20,8 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, PyTree
 from scipy.optimize import OptimizeResult, minimize
+
+from .linalg import nan_on_failure
 
 # %% ../nbs/08_optimisers.ipynb #a014b
 @eqx.filter_jit
@@ -69,8 +70,9 @@ class _Search:
     def wall(self, v, start, value, gradient):
         "Value and gradient at the end of the parabola of @eq-wall."
         s = v - start
-        r = max(-s @ gradient, 1e-6 * max(1.0, abs(value)))       # not lost in rounding
-        value, gradient = value + r, 3 * r * s / (s @ s)
+        with np.errstate(all="ignore"):
+            r = max(-s @ gradient, 1e-6 * max(1.0, abs(value)))   # not lost in rounding
+            value, gradient = value + r, 3 * r * s / (s @ s)
         if not (np.isfinite(value) and np.isfinite(gradient).all()):
             raise StopIteration
         return value, gradient
