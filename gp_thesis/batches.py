@@ -374,7 +374,7 @@ def _checked(check, data):
                          f"got {len(data)} ({error})") from None
     return check(*data)
 
-
+# %% ../nbs/13_batches.ipynb #b033b
 def _as_devices(devices):
     listed = isinstance(devices, (list, tuple)) and len(devices) > 0
     if devices is None or listed and all(isinstance(d, jax.Device) for d in devices):

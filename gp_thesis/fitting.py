@@ -170,7 +170,7 @@ def _run_optax(course, source, key, steps, tolerance, optimiser):
                 state, values = go(state, supply, span)
             except eqx.EquinoxRuntimeError as error:
                 last = [None, *course.objective][-1]
-                raise why.not_finite(f"{span.first} to {span.stop}", last, error) from error
+                raise why.not_finite(f"{span.first} to {span.stop}", last, error)
             step, reason = int(state.step), int(state.reason)
             count = step - span.first + (reason != why.RUNNING)
             values = np.asarray(values)[:count].tolist()
