@@ -110,7 +110,7 @@ def projection(
     X: Array,  # (N, D)
     corrected: bool = True,  # As for `gp_thesis.products.solve`
 ) -> Projection:
-    "A = L⁻¹ K_uf (M, N) and what u leaves of the variances of f(X), @eq-projection."
+    "A = L⁻¹ K_uf (M, N) and what u leaves of the variances of f(X), @eq-unexplained."
     A = solve(factor, inducing.cross_covariance(kernel, X), corrected)
     return Projection(A, unexplained(kernel.evaluate_diag(X), A))
 

@@ -23,7 +23,7 @@ from .linalg import (
 
 # %% ../nbs/06_products.ipynb #c008
 class Projection(NamedTuple):
-    "f = Aᵀ v + ε with v ~ N(0, I), where ε has the variances d, @eq-projection."
+    "f = Aᵀ v + ε with v ~ N(0, I), where ε has the variances d, @eq-unexplained."
     A: Array  # (M, N)
     d: Array  # (N,)
 
@@ -32,7 +32,7 @@ def unexplained(
     variances: Array,  # (N,), prior variances of f
     A: Array,  # (M, N)
 ) -> Array:  # (N,)
-    "d, what v leaves of the variances, @eq-projection."
+    "d, what v leaves of the variances, @eq-unexplained."
     return jnp.maximum(variances - jnp.sum(A**2, axis=0), 0.0)
 
 
@@ -42,7 +42,7 @@ def project(
     Kuf: Array,  # (M, N), covariance of u with f
     variances: Array,  # (N,), variances of f
 ) -> Projection:
-    "A and d of @eq-projection, by substitution."
+    "A and d of @eq-unexplained, by substitution."
     A = solve_lower(L, Kuf)
     return Projection(A, unexplained(variances, A))
 

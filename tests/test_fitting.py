@@ -10,13 +10,16 @@ import pytest
 from jax.flatten_util import ravel_pytree
 from scipy.optimize import minimize
 
-from gp_thesis.exact import GP, Exact
-from gp_thesis.fitting import CHUNK, Fit, fit, minibatch, negative_objective
+from gp_thesis.exact import GP, Exact, check_data
+from gp_thesis.batches import CHUNK, minibatch
+from gp_thesis.checkpoints import is_key
+from gp_thesis.fitting import Fit, fit, negative_objective
 from gp_thesis.kernels import RBF
 from gp_thesis.likelihoods import Bernoulli, Gaussian
 from gp_thesis.parameters import Parameter, cast, free, freeze, partition, positive, unwrap
 
-OPTIMISERS = {"scipy": "lbfgs", "optax": optax.lbfgs(), "adam": optax.adam(0.05)}
+ADAM, SLOW, QUICK = optax.adam(0.05), optax.adam(0.01), optax.adam(0.1)     # one object each, so that programs are shared
+OPTIMISERS = {"scipy": "lbfgs", "optax": optax.lbfgs(), "adam": ADAM}
 
 
 class Line(eqx.Module):
@@ -73,14 +76,15 @@ def test_history_has_an_entry_for_the_start_and_for_each_step(line, data, name):
 
 @pytest.mark.parametrize("steps", [1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK])
 def test_exactly_as_many_steps_as_asked_for_whatever_the_chunk(line, data, steps):
-    adam = optax.adam(0.01)
+    adam = SLOW
     result = fit(line, data, optimiser=adam, steps=steps)
     assert result.steps == steps and len(result.history.objective) == steps + 1
     assert not result.converged and result.message == "all steps were taken"
     trainable, rest = partition(line)
     state = adam.init(trainable)
+    slope = jax.jit(lambda trainable: jax.grad(negative_objective)(trainable, rest, data))
     for _ in range(steps):                                    # the loop that everyone writes first
-        gradient = jax.grad(negative_objective)(trainable, rest, data)
+        gradient = slope(trainable)
         change, state = adam.update(gradient, state, trainable)
         trainable = optax.apply_updates(trainable, change)
     assert np.allclose(weights_of(result), unwrap(eqx.combine(trainable, rest)).weights, rtol=1e-10)
@@ -101,14 +105,14 @@ def test_lbfgs_takes_scipys_steps(regression):
     assert np.linalg.norm(jax.grad(negative_objective)(partition(result.approx)[0], rest, regression).model.kernel.lengthscale.unconstrained) < 1e-2
 
 
-@pytest.mark.parametrize("name", OPTIMISERS)
+@pytest.mark.parametrize("name", ["scipy", "optax"])
 def test_all_optimisers_reach_the_same_log_marginal_likelihood(regression, name):
     approx = Exact(GP(RBF(), Gaussian(0.5)))
     best = fit(approx, regression, tolerance=1e-13).history.objective[-1]
     assert abs(fit(approx, regression, optimiser=OPTIMISERS[name], steps=1500).history.objective[-1] - best) < 1e-5
 
 
-@pytest.mark.parametrize("name", OPTIMISERS)
+@pytest.mark.parametrize("name", ["scipy", "adam"])
 def test_frozen_parameters_do_not_move(regression, name):
     approx = Exact(GP(RBF(freeze(positive(0.8)), 2.0), Gaussian(0.5)))
     fitted = fit(approx, regression, optimiser=OPTIMISERS[name], steps=60).approx.model
@@ -117,7 +121,7 @@ def test_frozen_parameters_do_not_move(regression, name):
     assert jax.tree.structure(fitted) == jax.tree.structure(approx.model)       # frozen still, and of the same make
 
 
-@pytest.mark.parametrize("name", OPTIMISERS)
+@pytest.mark.parametrize("name", ["scipy", "adam"])
 def test_a_prior_on_the_weights_makes_ridge_regression(data, name):
     X, y = map(np.asarray, data)
     ridge = Line(free(np.zeros(3), prior=dist.Normal(0.0, 0.1)), Gaussian(freeze(positive(0.25))))
@@ -141,7 +145,7 @@ def test_minibatch_gradients_average_to_the_full_one_over_all_batches(data):
     prior = Line(free(np.ones(3), prior=dist.Normal(0.0, 1.0)), Gaussian(0.7))               # the prior is not scaled
     trainable, rest = partition(prior)
     X, y = data[0][:4], data[1][:4]
-    gradient = lambda *batch: ravel_pytree(jax.grad(negative_objective)(trainable, rest, batch, 4))[0]
+    gradient = jax.jit(lambda *batch: ravel_pytree(jax.grad(negative_objective)(trainable, rest, batch, 4))[0])
     full = ravel_pytree(jax.grad(negative_objective)(trainable, rest, (X, y)))[0]
     rows = [jnp.array([i, j]) for i in range(4) for j in range(4)]
     assert np.allclose(np.mean([gradient(X[r], y[r]) for r in rows], 0), full, rtol=1e-12)
@@ -181,7 +185,7 @@ def test_recorded_estimates_scatter_around_the_objective(line, data):
     assert estimates.std() > 1.0
 
 
-@pytest.mark.parametrize("name", OPTIMISERS)
+@pytest.mark.parametrize("name", ["scipy", "optax"])
 def test_single_precision(line, data, name):
     single = tuple(a.astype(jnp.float32) for a in data)
     result = fit(cast(line, jnp.float32), single, optimiser=OPTIMISERS[name], steps=2000)
@@ -198,7 +202,7 @@ def test_a_fit_goes_on_from_a_fit(line, data):
 
 
 def test_the_second_fit_compiles_nothing(line, data):
-    for optimiser in ("lbfgs", optax.adam(0.01)):
+    for optimiser in ("lbfgs", SLOW):
         first = fit(line, data, optimiser=optimiser, steps=60)
         other = Line(free(np.ones(3)), Gaussian(0.3))
         assert fit(other, (2 * data[0], data[1]), optimiser=optimiser, steps=90).compile_seconds < max(0.1, 0.5 * first.compile_seconds)
@@ -206,7 +210,7 @@ def test_the_second_fit_compiles_nothing(line, data):
 
 @pytest.mark.parametrize("optimiser", [
     optax.sgd(1e-3, momentum=0.9), optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.05)), optax.adadelta(1.0),
-    optax.chain(optax.adam(0.05), optax.contrib.reduce_on_plateau(patience=5)),
+    optax.chain(ADAM, optax.contrib.reduce_on_plateau(patience=5)),
     optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(20, store_grad=True)),
     optax.noisy_sgd(1e-4, 0.01, key=jax.random.key(0)),
 ], ids=["momentum", "clipped", "adadelta", "plateau", "backtracking", "noisy"])
@@ -270,7 +274,7 @@ def test_result_describes_itself(line, data):
     assert "not converged, all steps were taken. 3 steps" in repr(fit(line, data, steps=3))
 
 
-@pytest.mark.parametrize("optimiser", ["lbfgs", optax.adam(0.01)], ids=["scipy", "adam"])
+@pytest.mark.parametrize("optimiser", ["lbfgs", SLOW], ids=["scipy", "adam"])
 def test_progress_bar_only_when_asked(line, data, capsys, optimiser):
     fit(line, data, optimiser=optimiser, steps=5)
     assert capsys.readouterr().err == ""
@@ -287,10 +291,10 @@ def recorder():
 
 
 @pytest.mark.parametrize("settings,expected", [
-    (dict(optimiser=optax.adam(0.01), steps=120, every=30), [0, 30, 60, 90, 120]),
-    (dict(optimiser=optax.adam(0.01), steps=130, every=64), [0, 64, 128, 130]),
-    (dict(optimiser=optax.adam(0.01), steps=3, every=1), [0, 1, 2, 3]),
-    (dict(optimiser=optax.adam(0.01), steps=70), [0, 70]),
+    (dict(optimiser=SLOW, steps=120, every=30), [0, 30, 60, 90, 120]),
+    (dict(optimiser=SLOW, steps=130, every=64), [0, 64, 128, 130]),
+    (dict(optimiser=SLOW, steps=3, every=1), [0, 1, 2, 3]),
+    (dict(optimiser=SLOW, steps=70), [0, 70]),
     (dict(steps=7, every=3), [0, 3, 6, 7]),
     (dict(steps=6, every=3), [0, 3, 6]),
 ])
@@ -315,7 +319,7 @@ def test_a_fit_that_converges_shows_its_last_step_once(line, data, optimiser):
 
 
 def test_looking_on_changes_nothing(line, data):
-    settings = dict(optimiser=optax.adam(0.05), steps=110, batch_size=20, key=jax.random.key(0))
+    settings = dict(optimiser=ADAM, steps=110, batch_size=20, key=jax.random.key(0))
     alone = fit(line, data, **settings)
     for every in (1, 7, CHUNK, 60):
         watched = fit(line, data, callback=lambda *_: None, every=every, **settings)
@@ -345,7 +349,7 @@ def test_the_callback_may_end_the_fit(line, data, name, answer):
 
 def test_other_answers_do_not_end_the_fit_and_errors_come_through(line, data):
     for answer in (False, 1, 2.5, np.float64(3), jnp.array(1.0), "yes", (True,)):
-        assert fit(line, data, optimiser=optax.adam(0.01), steps=5, callback=lambda *_: answer).steps == 5
+        assert fit(line, data, optimiser=SLOW, steps=5, callback=lambda *_: answer).steps == 5
 
     def fails(approx, steps, seconds):
         raise KeyError("mine")
@@ -376,10 +380,10 @@ def mapped(data, tmp_path):
     return tuple(np.load(tmp_path / f"{name}.npy", mmap_mode="r") for name in "Xy")
 
 
-STREAM = dict(optimiser=optax.adam(0.05), key=jax.random.key(3))
+STREAM = dict(optimiser=ADAM, key=jax.random.key(3))
 
 
-@pytest.mark.parametrize("steps,batch_size,every", [(1, 7, 500), (CHUNK - 1, 20, 500), (CHUNK, 20, 500), (130, 200, 30), (120, 1, 1)])
+@pytest.mark.parametrize("steps,batch_size,every", [(1, 20, 500), (CHUNK - 1, 20, 500), (CHUNK, 20, 500), (130, 20, 30), (20, 1, 1)])
 def test_rows_on_disk_are_the_rows_in_memory(line, data, mapped, steps, batch_size, every):
     settings = STREAM | dict(steps=steps, batch_size=batch_size)
     held = fit(line, data, **settings)
@@ -390,19 +394,19 @@ def test_rows_on_disk_are_the_rows_in_memory(line, data, mapped, steps, batch_si
 
 
 def test_mapped_arrays_are_read_a_stack_at_a_time_and_converted(line, data, mapped, tmp_path, monkeypatch):
-    from gp_thesis import fitting
+    from gp_thesis import batches
 
     single = cast(line, jnp.float32)
     np.save(tmp_path / "f.npy", np.asarray(mapped[0], np.float32)), np.save(tmp_path / "i.npy", np.arange(200) % 2)
     X, y = (np.load(tmp_path / f"{name}.npy", mmap_mode="r") for name in "fi")
-    with_floats = fit(single, (X, np.asarray(y, float)), steps=70, batch_size=10, **STREAM)
+    with_floats = fit(single, (X, np.asarray(y, np.float32)), steps=70, batch_size=10, **STREAM)
     assert np.array_equal(with_floats.history.objective, fit(single, (X, y), steps=70, batch_size=10, **STREAM).history.objective)
     taken = []
-    stack = fitting._Stream.stack
-    monkeypatch.setattr(fitting._Stream, "stack", lambda self, rows, first: (taken.append((first, len(rows[0]))), stack(self, rows, first))[1])
+    stack = batches.Stream.stack
+    monkeypatch.setattr(batches.Stream, "stack", lambda self, rows, first: (taken.append((first, len(rows[0]))), stack(self, rows, first))[1])
     fit(line, mapped, steps=120, batch_size=10, **STREAM)
-    assert taken == [(0, 500), (50, 500), (100, 500)]
-    monkeypatch.setattr(fitting, "STACK", 7 * 10 * 4 * 8)                       # seven batches of ten rows of four numbers
+    assert taken == [(0, 500), (50, 500), (100, 210)]
+    monkeypatch.setattr(batches, "STACK", 7 * 10 * 4 * 8)                       # seven batches of ten rows of four numbers
     taken.clear()
     fit(line, mapped, steps=20, batch_size=10, **STREAM)
     assert taken == [(0, 70), (7, 70), (14, 70)]
@@ -412,9 +416,10 @@ def by_hand(line, batches, optimiser, num_data):
     "The loop that everyone writes first: objectives at each batch, and the weights before the last."
     trainable, rest = partition(line)
     state, objectives = optimiser.init(trainable), []
+    value_and_grad = jax.jit(lambda trainable, batch: jax.value_and_grad(negative_objective)(trainable, rest, batch, num_data))
     for X, y in batches:
         before = trainable
-        value, gradient = jax.value_and_grad(negative_objective)(trainable, rest, (X, y), num_data)
+        value, gradient = value_and_grad(trainable, (X, y))
         objectives.append(-value)
         change, state = optimiser.update(gradient, state, trainable)
         trainable = optax.apply_updates(trainable, change)
@@ -426,7 +431,7 @@ def in_batches(data, size):
 
 
 def test_an_iterable_is_started_again_and_its_shorter_last_batch_left_out(line, data):
-    batches, adam = in_batches(data, 60), optax.adam(0.05)                      # 60, 60, 60, 20
+    batches, adam = in_batches(data, 60), ADAM                      # 60, 60, 60, 20
     order = (batches[:3] * 3)[:8]
     result = fit(line, batches, optimiser=adam, steps=7, num_data=200)
     objectives, weights = by_hand(line, order, adam, 200)
@@ -436,10 +441,10 @@ def test_an_iterable_is_started_again_and_its_shorter_last_batch_left_out(line, 
     class Fresh:
         "Each epoch in another order."
         def __init__(self):
-            self.random = np.random.default_rng(0)
+            self.random, self.data = np.random.default_rng(0), [np.asarray(a) for a in data]
 
         def __iter__(self):
-            return iter(in_batches([np.asarray(a)[self.random.permutation(200)] for a in data], 50))
+            return iter(in_batches([a[self.random.permutation(200)] for a in self.data], 50))
 
     source = Fresh()
     expected = [batch for _ in range(16) for batch in source][:61]
@@ -449,7 +454,7 @@ def test_an_iterable_is_started_again_and_its_shorter_last_batch_left_out(line, 
 
 @pytest.mark.parametrize("count", [1, 2, CHUNK - 1, CHUNK, CHUNK + 1, CHUNK + 2])
 def test_an_iterator_ends_the_fit_and_its_last_batch_is_evaluated(line, data, count):
-    batches, adam = (in_batches(data, 20) * 6)[:count], optax.adam(0.05)
+    batches, adam = (in_batches(data, 20) * 6)[:count], ADAM
     callback, seen = recorder()
     result = fit(line, iter(batches), optimiser=adam, num_data=200, callback=callback)
     objectives, weights = by_hand(line, batches, adam, 200)
@@ -470,7 +475,7 @@ def test_an_iterator_that_is_long_enough_is_read_a_little_ahead_and_not_to_its_e
             yield tuple(buffer)
 
     steps_and_read = []
-    adam = optax.adam(0.05)
+    adam = ADAM
     result = fit(line, forever(), optimiser=adam, steps=4 * CHUNK, num_data=200, every=CHUNK,
                  callback=lambda a, steps, s: steps_and_read.append((steps, read)))
     assert result.message == "all steps were taken" and read == 4 * CHUNK + 1 + 1
@@ -488,7 +493,7 @@ def test_no_thread_is_left_behind(line, data, mapped):
     before = threading.active_count()
     fit(line, mapped, steps=400, batch_size=10, callback=lambda a, steps, s: steps > 100, every=60, **STREAM)
     with pytest.raises(OSError, match="the disk is gone"):
-        fit(line, breaks(), optimiser=optax.adam(0.05), num_data=200)
+        fit(line, breaks(), optimiser=ADAM, num_data=200)
     assert threading.active_count() == before
 
 
@@ -496,6 +501,9 @@ class Labelled(eqx.Module):
     "An approximation with a model, whose likelihood knows its labels."
     model: GP
     slope: Parameter
+
+    def check(self, X, y):
+        return check_data(self.model, X, y)
 
     def objective(self, X, y, *, num_data=None):
         return -jnp.mean((unwrap(self.slope) * X[:, 0] - y) ** 2)
@@ -506,17 +514,225 @@ def test_unusable_rows_of_a_stream_are_named_when_they_come(line, data, tmp_path
     X[17, 1] = np.nan
     np.save(tmp_path / "X.npy", X)
     on_disk = np.load(tmp_path / "X.npy", mmap_mode="r")
-    with pytest.raises(ValueError, match="X must be finite, got NaN or infinity in .*rows are counted from the first of batch 0,"):
+    with pytest.raises(ValueError, match=r"data\[0\] must be finite, got NaN or infinity in .*rows are counted from the first of batch 0,"):
         fit(line, (on_disk, y), steps=500, batch_size=10, **STREAM)
     batches = [(X[20:40], y[20:40])] * 60 + [(X[:20], y[:20])]
-    with pytest.raises(ValueError, match=r"X must be finite.*first in row 217 \(rows are counted from the first of batch 50,"):
-        fit(line, batches, optimiser=optax.adam(0.1), num_data=200)
+    with pytest.raises(ValueError, match=r"data\[0\] must be finite.*first in row 217 \(rows are counted from the first of batch 50,"):
+        fit(line, batches, optimiser=QUICK, num_data=200)
     labels = np.where(y > 0, 1.0, 0.0)
     labelled = Labelled(GP(RBF(), Bernoulli()), free(0.0))
-    assert fit(labelled, in_batches((X[20:], labels[20:]), 20), optimiser=optax.adam(0.1), steps=20, num_data=180).steps == 20
+    assert fit(labelled, in_batches((X[20:], labels[20:]), 20), optimiser=QUICK, steps=20, num_data=180).steps == 20
     labels[25] = 3.0
     with pytest.raises(ValueError, match=r"y must hold .* for the likelihood Bernoulli.*y\[5\] = 3.0"):
-        fit(labelled, in_batches((X[20:], labels[20:]), 20), optimiser=optax.adam(0.1), steps=20, num_data=180)
+        fit(labelled, in_batches((X[20:], labels[20:]), 20), optimiser=QUICK, steps=20, num_data=180)
+
+
+def equal(a, b):
+    "Whether two results agree in every bit of parameters, of what the optimiser remembers, and of the history."
+    numbers = lambda result: (partition(result.approx)[0], result.state._replace(reason=0), result.history.objective)
+    plain = lambda x: np.asarray(jax.random.key_data(x) if is_key(x) else x)
+    return jax.tree.all(jax.tree.map(lambda x, y: np.array_equal(plain(x), plain(y)), numbers(a), numbers(b)))
+
+
+class Shaken(Line):
+    "An objective that draws samples."
+    draws_samples = True
+
+    def objective(self, X, y, *, num_data=None, key=None):
+        noise = 0.1 * jax.random.normal(key, (3,))
+        return Line(free(unwrap(self).weights + noise), self.likelihood).objective(X, y, num_data=num_data)
+
+
+RUNS = {
+    "whole": ("memory", dict(optimiser=ADAM)),
+    "line search": ("memory", dict(optimiser=OPTIMISERS["optax"], tolerance=0.0)),
+    "own key": ("memory", dict(optimiser=optax.noisy_sgd(1e-4, 0.01, key=jax.random.key(0)))),
+    "memory": ("memory", dict(optimiser=ADAM, batch_size=20, key=jax.random.key(0))),
+    "disk": ("disk", dict(optimiser=ADAM, batch_size=20, key=jax.random.key(0))),
+    "epochs": ("epochs", dict(optimiser=ADAM, num_data=200)),
+    "samples": ("memory", dict(optimiser=ADAM, key=jax.random.key(1))),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_cut_anywhere_and_resumed_is_the_run_without_a_cut(line, data, mapped, name, tmp_path):
+    kind, settings = RUNS[name]
+    rows = {"memory": data, "disk": mapped, "epochs": in_batches(data, 20)}[kind]
+    start = Shaken(line.weights, line.likelihood) if name == "samples" else line
+    steps = 12 if name == "line search" else 130
+    whole = fit(start, rows, steps=steps, **settings)
+    assert whole.steps == steps
+    for cut in np.random.default_rng(3).choice(np.arange(1, steps), 3, replace=False).tolist() + [steps]:
+        part = fit(start, rows, steps=cut, **settings)
+        assert part.steps == cut and np.array_equal(part.history.objective, whole.history.objective[:cut + 1])
+        assert equal(fit(start, rows, steps=steps, resume=part, **settings), whole)
+    again = fit(part.approx, rows, steps=steps, resume=part, checkpoint=tmp_path, every=50, **settings)      # at the end already
+    assert equal(again, whole) and np.all(np.diff(again.history.seconds) >= 0)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_folder_takes_a_run_to_another_process(line, data, mapped, name, tmp_path):
+    "Here: another call, after an error that nothing caught. The same files are read by other processes in test_checkpoints."
+    kind, settings = RUNS[name]
+    rows = {"memory": data, "disk": mapped, "epochs": in_batches(data, 20)}[kind]
+    start = Shaken(line.weights, line.likelihood) if name == "samples" else line
+    steps = 12 if name == "line search" else 130
+    seen = []
+
+    def breaks(approx, step, seconds):
+        seen.append(step)
+        if step > steps // 2:
+            raise RuntimeError("cut")
+
+    folder = tmp_path / "run"
+    call = lambda **more: fit(start, rows, **dict(steps=steps, checkpoint=folder, every=5) | settings | more)
+    with pytest.raises(RuntimeError, match="cut"):
+        call(callback=breaks)
+    first = seen[-1]
+    seen.clear()
+    result = call(callback=lambda approx, step, seconds: seen.append(step))
+    assert seen[0] == first - 5 and equal(result, fit(start, rows, steps=steps, **settings))
+    assert sorted(int(path.name) for path in folder.iterdir()) == [steps - (steps % 5 or 5), steps]
+    longer = call(steps=steps + 7)
+    assert equal(longer, fit(start, rows, steps=steps + 7, **settings))
+
+
+def test_a_folder_of_another_fit_is_refused(line, data, tmp_path):
+    settings = dict(optimiser=ADAM, steps=20, batch_size=20, key=jax.random.key(0), checkpoint=tmp_path)
+    fit(line, data, **settings)
+    for change, words in ((dict(batch_size=21), "the data"), (dict(key=jax.random.key(1)), "the data"), (dict(steps=19), "at least 20"),
+                          (dict(approx=Line(free(np.ones(3)), Gaussian(1.0))), "the approximation"),
+                          (dict(data=(2 * data[0], data[1])), "the data"), (dict(optimiser=optax.sgd(0.1)), "arrays differ: .*optimiser")):
+        changed = dict(approx=line, data=data) | settings | change
+        with pytest.raises(ValueError, match=words):
+            fit(changed.pop("approx"), changed.pop("data"), **changed)
+
+
+@pytest.mark.parametrize("optimiser", OPTIMISERS)
+def test_ctrl_c_returns_what_was_reached(line, data, optimiser):
+    def interrupt(approx, steps, seconds):
+        if steps == 4:
+            raise KeyboardInterrupt
+
+    settings = dict(optimiser=OPTIMISERS[optimiser], tolerance=0.0)
+    result = fit(line, data, callback=interrupt, every=1, steps=30, **settings)
+    assert result.message == "interrupted" and not result.converged and result.steps == 4 and "interrupted" in repr(result)
+    whole = fit(line, data, steps=30, **settings)
+    assert np.array_equal(result.history.objective, whole.history.objective[:len(result.history.objective)])
+    assert np.isclose(result.approx.objective(*data), whole.history.objective[4])
+    if optimiser == "scipy":
+        assert result.state is None and len(result.history.objective) == 5
+    else:
+        assert len(result.history.objective) == 4 and equal(fit(line, data, steps=30, resume=result, **settings), whole)
+
+
+def test_ctrl_c_at_any_moment_loses_nothing_that_was_reached(line, data):
+    "The interrupt comes from a timer, in the middle of compiled code or of anything else."
+    import _thread
+    import threading
+
+    for seconds in (0.01, 0.03, 0.1):
+        timer = threading.Timer(seconds, _thread.interrupt_main)
+        result = fit(line, data, optimiser=ADAM, steps=10**7, batch_size=20, key=jax.random.key(0), every=5000,
+                     callback=lambda approx, step, _: timer.start() if step == 5000 else None)
+        timer.join()
+        assert result.message == "interrupted" and 0 < result.steps == int(result.state.step) == len(result.history.objective)
+    with pytest.raises(KeyboardInterrupt):                                      # nothing was reached: it ends as usual
+        fit(line, data, optimiser=ADAM, callback=lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+
+
+@pytest.mark.parametrize("settings,words", [
+    (dict(), "SciPy's L-BFGS keeps its state to itself.*optax.lbfgs"),
+    (dict(optimiser=ADAM, num_data=200), "an iterator cannot be started again"),
+])
+def test_what_cannot_go_on_says_so(line, data, tmp_path, settings, words):
+    rows = iter(in_batches(data, 20)) if "num_data" in settings else data
+    for more in (dict(checkpoint=tmp_path / "new"), dict(resume=fit(line, data, optimiser=ADAM, steps=2))):
+        with pytest.raises(ValueError, match=words):
+            fit(line, rows, **settings | more)
+    with pytest.raises(ValueError, match="SciPy's"):
+        fit(line, data, optimiser=ADAM, resume=fit(line, data, steps=2))
+    assert not (tmp_path / "new").exists()
+
+
+def test_samples_get_a_key_of_their_own_in_each_step(line, data):
+    shaken, key, rate = Shaken(line.weights, freeze(line.likelihood)), jax.random.key(5), 1e-4
+    result = fit(shaken, data, optimiser=optax.sgd(rate), steps=60, key=key)
+    weights = jnp.zeros(3)
+    branch = jax.random.fold_in(key, np.uint32(2**32 - 1))
+    for step in range(60):
+        draw = jax.random.fold_in(branch, step)
+        here = weights + 0.1 * jax.random.normal(draw, (3,))
+        weights = weights + rate * data[0].T @ (data[1] - data[0] @ here)
+    assert np.allclose(weights_of(result), weights, rtol=1e-9) and result.message == "all steps were taken"
+    rows = [jax.random.key_data(jax.random.fold_in(key, k)) for k in range(60)]
+    draws = [jax.random.key_data(jax.random.fold_in(branch, k)) for k in range(60)]
+    assert len(np.unique(np.concatenate([rows, draws]), axis=0)) == 120         # none is used twice
+    still = fit(shaken, data, optimiser=optax.sgd(0.0), steps=60, key=key)
+    assert len(np.unique(still.history.objective)) == 61 and not still.converged
+    with pytest.raises(ValueError, match="key must be .* since the objective of Shaken draws samples"):
+        fit(shaken, data, optimiser=ADAM)
+    with pytest.raises(ValueError, match="takes noise for curvature"):
+        fit(shaken, data, key=key)
+
+
+def test_what_needs_all_rows_refuses_a_part_of_them(line, data):
+    class Needy(Line):
+        needs_all_rows = True
+
+    needy = Needy(line.weights, line.likelihood)
+    assert fit(needy, data, optimiser=ADAM, steps=3).steps == 3
+    for rows, settings in ((data, dict(batch_size=10, key=jax.random.key(0))), (in_batches(data, 20), dict(num_data=200))):
+        with pytest.raises(ValueError, match="Needy needs all data at once"):
+            fit(needy, rows, optimiser=ADAM, **settings)
+
+
+def test_a_batch_may_be_numbers_of_rows_and_values(tmp_path):
+    "Each row has a mean of its own: row numbers must come as integers, from memory, disk and batches."
+    class Means(eqx.Module):
+        means: Parameter
+
+        def objective(self, rows, Y, *, num_data=None):
+            assert jnp.issubdtype(rows.dtype, jnp.integer) and Y.shape == (*rows.shape, 2)
+            return -jnp.sum((unwrap(self.means)[rows] - Y) ** 2) * (1 if num_data is None else num_data / len(rows))
+
+    rows, Y = np.arange(12), np.random.default_rng(0).normal(size=(12, 2))
+    np.save(tmp_path / "rows.npy", rows), np.save(tmp_path / "Y.npy", Y)
+    files = tuple(np.load(tmp_path / f"{name}.npy", mmap_mode="r") for name in ("rows", "Y"))
+    start = Means(free(np.zeros((12, 2))))
+    assert np.allclose(fit(start, (rows, Y)).approx.means.value, Y, atol=1e-4)
+    settings = dict(optimiser=ADAM, steps=400)
+    drawn = fit(start, (rows, Y), batch_size=4, key=jax.random.key(0), **settings).approx.means.value
+    assert np.array_equal(drawn, fit(start, files, batch_size=4, key=jax.random.key(0), **settings).approx.means.value)
+    listed = fit(start, [(rows[i::3], Y[i::3]) for i in range(3)], num_data=12, **settings).approx.means.value
+    assert np.allclose(drawn, Y, atol=0.3) and np.allclose(listed, Y, atol=0.3)
+
+
+def test_lbfgs_never_calls_a_wall_a_result(data):
+    "Uphill to the edge of what is finite: no NaN, no 'converged', and the best point that was seen."
+    class Edge(eqx.Module):
+        v: Parameter
+        scale: float
+
+        def objective(self, X, y, *, num_data=None):
+            v = unwrap(self.v)
+            return self.scale * jnp.where(v < 3, v, jnp.nan)
+
+    for scale in (1e-8, 1.0, 1e8):
+        result = fit(Edge(free(0.0), scale), data)
+        assert not result.converged and 0 < result.approx.v.value < 3 and np.isfinite(result.history.objective).all()
+        assert result.message.startswith(("the line search found no better point", "the objective is not finite next to"))
+        assert result.history.objective[-1] == result.history.objective.max()
+
+
+@pytest.mark.parametrize("outlier", [1e4, 1e8, 1e12])
+def test_an_outlier_gives_no_nan_and_no_false_claim(regression, outlier):
+    X, y = regression
+    result = fit(Exact(GP(RBF(), Gaussian(0.01))), (X, y.at[3].set(outlier)))
+    leaves = jax.tree.leaves(partition(result.approx)[0])
+    assert np.isfinite(leaves).all() and np.isfinite(result.history.objective).all()
+    assert result.history.objective[-1] == result.history.objective.max() > result.history.objective[0]
+    assert result.message != "the gradient vanished"
 
 
 DEVICES = """
@@ -533,12 +749,11 @@ for name, array in (("X", X), ("y", y)):
 mapped = tuple(np.load({folder!r} + "/" + name + ".npy", mmap_mode="r") for name in "Xy")
 line, key, adam = Line(free(np.zeros(3)), Gaussian(1.0)), jax.random.key(0), optax.adam(0.05)
 shapes = set()
-for data, settings in [((X, y), dict()), ((X, y), dict(optimiser=adam)), ((X, y), dict(optimiser=adam, batch_size=20, key=key)),
-                       (mapped, dict(optimiser=adam, batch_size=20, key=key)), (in_batches((X, y), 40), dict(optimiser=adam, num_data=200))]:
+for data, settings in [((X, y), dict()), ((X, y), dict(optimiser=adam, batch_size=20, key=key)),
+                       (in_batches((X, y), 40), dict(optimiser=adam, num_data=200))]:
     one, two = (fit(line, data, steps=70, devices=devices, **settings) for devices in (None, jax.devices()))
     assert one.steps == two.steps and np.allclose(one.history.objective, two.history.objective, rtol=1e-12)
     assert np.allclose(one.approx.weights.value, two.approx.weights.value, rtol=1e-9)
-    assert fit(two.approx, data, steps=3, **settings).steps <= 3
 for data, settings in [((X[:199], y[:199]), dict()), ((X, y), dict(optimiser=adam, batch_size=21, key=key)),
                        (mapped, dict(optimiser=adam, batch_size=21, key=key)), (in_batches((X, y), 25), dict(optimiser=adam, num_data=200))]:
     with pytest.raises(ValueError, match="rows of a batch must divide evenly among the devices, got .* rows for 2 devices"):
@@ -568,13 +783,14 @@ def test_several_devices_share_the_rows_and_agree_with_one_to_rounding(tmp_path)
 
 
 @pytest.mark.parametrize("change,words", [
-    (dict(data=np.zeros((5, 1))), r"data must be a pair \(X, y\), got ndarray"),
-    (dict(data=(1, 2, 3)), r"data must be a pair \(X, y\), got tuple of length 3"),
-    (dict(data=(np.zeros((5, 3)), np.zeros(4))), r"y must have shape .*N = 5.* got \(4,\)"),
-    (dict(data=(np.zeros(5), np.zeros(5))), r"X must have shape \(N, D\), got \(5,\)"),
-    (dict(data=(np.zeros((0, 3)), np.zeros(0))), r"X must have at least one row"),
-    (dict(data=(np.full((5, 3), np.nan), np.zeros(5))), r"X must be finite"),
-    (dict(data=(np.zeros((5, 3)), np.full(5, np.inf))), r"y must be finite"),
+    (dict(data=np.zeros((5, 1))), r"data must be a tuple of arrays .* such as \(X, y\), got ndarray"),
+    (dict(data=(1, 2, 3)), r"must have the same number of rows"),
+    (dict(data=[(np.zeros((5, 3)), np.zeros(5))]), r"an iterable of batches needs num_data"),
+    (dict(data=(np.zeros((5, 3)), list("abcde"))), r"data must be arrays of numbers"),
+    (dict(data=(np.zeros((5, 3)), np.zeros(4))), r"same number of rows, got the shapes \[\(5, 3\), \(4,\)\]"),
+    (dict(data=(np.zeros((0, 3)), np.zeros(0))), r"data must have at least one row"),
+    (dict(data=(np.full((5, 3), np.nan), np.zeros(5))), r"data\[0\] must be finite.*in 5 rows"),
+    (dict(data=(np.zeros((5, 3)), np.full(5, np.inf))), r"data\[1\] must be finite"),
     (dict(optimiser="newton"), r"optimiser must be 'lbfgs' or an optax optimiser .* got 'newton'"),
     (dict(optimiser=optax.adam), r"optimiser must be"),
     (dict(steps=0), r"steps must be a positive integer, got 0"),
@@ -586,23 +802,24 @@ def test_several_devices_share_the_rows_and_agree_with_one_to_rounding(tmp_path)
     (dict(devices=[0]), r"devices must be a list such as jax.devices\(\), got \[0\]"),
     (dict(devices=[]), r"devices must be a list"),
     (dict(num_data=0), r"num_data must be a positive integer, the number of rows .* got 0"),
-    (dict(data=5, num_data=5, optimiser=optax.adam(0.1)), r"data must be an iterable of batches .* got int"),
-    (dict(data=[], num_data=5, optimiser=optax.adam(0.1)), r"data must be an iterable with at least one batch, got none"),
-    (dict(data=[np.zeros((5, 3))], num_data=5, optimiser=optax.adam(0.1)), r"data must be an iterable of batches .* item of type ndarray"),
-    (dict(data=[(np.zeros((5, 3)), np.zeros(4))], num_data=5, optimiser=optax.adam(0.1)), r"y must have shape .*N = 5.* got \(4,\)"),
+    (dict(data=5, num_data=5, optimiser=QUICK), r"data must be an iterable of batches .* got int"),
+    (dict(data=[], num_data=5, optimiser=QUICK), r"data must be an iterable with at least one batch, got none"),
+    (dict(data=[np.zeros((5, 3))], num_data=5, optimiser=QUICK), r"data must be an iterable of batches .* but holds a ndarray"),
+    (dict(data=[(np.zeros((5, 3)), np.zeros(4))], num_data=5, optimiser=QUICK), r"same number of rows, got the shapes \[\(5, 3\), \(4,\)\]"),
     (dict(data=[(np.zeros((5, 3)), np.zeros(5))], num_data=5), r"optimiser='lbfgs' takes noise for curvature"),
-    (dict(data=[(np.zeros((5, 3)), np.zeros(5))], num_data=5, optimiser=optax.adam(0.1), batch_size=5), r"batch_size must be None when num_data"),
-    (dict(data=[(np.zeros((5, 3)), np.zeros(5)), (np.zeros((5, 2)), np.zeros(5))], num_data=5, optimiser=optax.adam(0.1)),
+    (dict(data=[(np.zeros((5, 3)), np.zeros(5))], num_data=5, optimiser=QUICK, batch_size=5), r"batch_size must be None when num_data"),
+    (dict(data=[(np.zeros((5, 3)), np.zeros(5)), (np.zeros((5, 2)), np.zeros(5))], num_data=5, optimiser=QUICK),
      r"batches must all have the shapes of the first, \[\(5, 3\), \(5,\)\], got \[\(5, 2\), \(5,\)\]"),
-    (dict(data=[(np.zeros((n, 3)), np.zeros(n)) for n in (5, 4, 5)], num_data=5, optimiser=optax.adam(0.1)), r"only the last batch of an epoch may be shorter"),
-    (dict(data=[(np.zeros((n, 3)), np.zeros(n)) for n in (4, 5)], num_data=5, optimiser=optax.adam(0.1)), r"batches must all have the shapes of the first"),
+    (dict(data=[(np.zeros((n, 3)), np.zeros(n)) for n in (5, 4, 5)], num_data=5, optimiser=QUICK), r"only the last batch of an epoch may be shorter"),
+    (dict(data=[(np.zeros((n, 3)), np.zeros(n)) for n in (4, 5)], num_data=5, optimiser=QUICK), r"batches must all have the shapes of the first"),
     (dict(batch_size=500), r"batch_size must be an integer from 1 to 200, .* got 500"),
     (dict(batch_size=0), r"batch_size must be an integer"),
-    (dict(batch_size=50), r"optimiser='lbfgs' takes noise for curvature"),
-    (dict(batch_size=50, optimiser=optax.adam(0.1)), r"key must be a JAX random key .* got None"),
-    (dict(batch_size=50, optimiser=optax.adam(0.1), key=3), r"key must be a JAX random key .* got 3"),
+    (dict(batch_size=50, key=jax.random.key(0)), r"optimiser='lbfgs' takes noise for curvature"),
+    (dict(batch_size=50, optimiser=QUICK), r"key must be a JAX random key .* got None"),
+    (dict(batch_size=50, optimiser=QUICK, key=3), r"key must be a JAX random key .* got 3"),
     (dict(approx=freeze(Line(free(np.zeros(3)), Gaussian()))), r"approx must have a parameter that is not frozen"),
     (dict(approx=RBF()), r"approx must be an approximation, a module with an objective\(X, y\), got RBF"),
+    (dict(resume=3), r"resume must be a result of fit, got 3"),
 ])
 def test_mistakes_are_named_before_anything_is_compiled(line, data, change, words):
     class Untouchable(Line):
@@ -617,22 +834,22 @@ def test_mistakes_are_named_before_anything_is_compiled(line, data, change, word
 def test_values_are_checked_against_the_model_before_compilation(regression):
     X, y = regression
     approx = Exact(GP(RBF(), Gaussian()))
-    with pytest.raises(ValueError, match=r"y must hold finite real numbers .*y\[3\] = nan"):
+    with pytest.raises(ValueError, match=r"(y must hold finite|data\[1\] must be finite)"):
         fit(approx, (X, y.at[3].set(jnp.nan)))
-    with pytest.raises(ValueError, match="40 and 39"):
+    with pytest.raises(ValueError, match=r"40.*39"):
         fit(approx, (X, y[:-1]))
 
 
 def test_the_exact_objective_refuses_minibatches(regression):
     with pytest.raises(ValueError, match="all data at once"):
-        fit(Exact(GP(RBF(), Gaussian())), regression, optimiser=optax.adam(0.1), batch_size=10, key=jax.random.key(0))
+        fit(Exact(GP(RBF(), Gaussian())), regression, optimiser=QUICK, batch_size=10, key=jax.random.key(0))
 
 
 def test_the_loop_is_at_least_nine_tenths_as_fast_as_a_bare_step(line, data):
     "A loose bound: a bare compiled step called from Python, against the same inside `fit`; the best of three each."
     import time
 
-    adam, key = optax.adam(0.01), jax.random.key(0)
+    adam, key = SLOW, jax.random.key(0)
     trainable, rest = partition(line)
 
     @jax.jit

@@ -1,0 +1,78 @@
+"L-BFGS with walls, and the inner loop, on functions that everybody knows."
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from gp_thesis import optimisers as why
+from gp_thesis.optimisers import _Search, descend, failure, initial_state, lbfgs
+
+
+def minimise(loss, start, steps=200, tolerance=1e-12, **stop):
+    path = []
+    note = lambda point, value: (path.append((np.asarray(point()), value)), stop.get("at") == len(path))[1]
+    return lbfgs(loss, jnp.asarray(start), (), note, steps, tolerance), path
+
+
+def test_the_wall_is_a_parabola_whose_minimum_is_a_quarter_of_the_way():
+    search, rng = _Search(None, None), np.random.default_rng(0)
+    start, slope, step = rng.normal(size=3), rng.normal(size=3), rng.normal(size=3)
+    step *= -np.sign(step @ slope)                                                # downhill
+    for scale in (1e-3, 1.0, 1e9):
+        value, gradient = search.wall(start + step, start, 5.0 * scale, slope * scale)
+        r = -step @ slope * scale
+        assert np.isclose(value - 5.0 * scale, r) and np.isclose(gradient @ step, 3 * r)
+        a, b = value - 5.0 * scale + r, -r                                        # a t^2 + b t through both ends
+        assert np.isclose(2 * a + b, gradient @ step) and np.isclose(-b / (2 * a), 0.25)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e17])
+def test_a_wall_is_higher_than_where_one_stood_whatever_the_scale(offset):
+    value, _ = _Search(None, None).wall(np.array([1.0]), np.array([0.0]), offset, np.array([-1e-9]))
+    assert value > offset
+
+
+def test_lbfgs_finds_minima_next_to_walls_and_names_its_reasons():
+    well = lambda v: jnp.sum(v) - jnp.sum(jnp.log(jnp.where(v > 0, v, jnp.nan)))   # smallest at 1; nothing below 0
+    reason, path = minimise(well, np.array([8.0, 0.01]))
+    assert reason in (why.SETTLED, why.FLAT) and np.allclose(path[-1][0], 1, atol=1e-5)
+    assert np.all(np.diff([value for _, value in path]) <= 0)
+    edge = lambda v: jnp.where(v < 3, -v, jnp.nan)
+    reason, path = minimise(edge, 0.0)
+    assert reason in (why.NO_BETTER, why.WALLED) and 2 < path[-1][0] < 3
+    assert minimise(edge, 4.0) == (why.NOT_FINITE, [])
+    assert minimise(well, np.array([8.0, 0.01]), steps=2)[0] == why.TAKEN
+    reason, path = minimise(well, np.array([8.0, 0.01]), at=3)
+    assert len(path) == 3
+
+
+def test_an_error_in_the_loss_is_a_wall_too_and_tells_its_name_when_asked():
+    import equinox as eqx
+
+    loss = lambda v: eqx.error_if(v, v >= 3, "the matrix K is too large") * 1.0
+    downhill = lambda v: -loss(v) - 0.01 * jnp.log(3 - v)
+    reason, path = minimise(downhill, 0.0)
+    assert np.isclose(path[-1][0], 2.99, atol=1e-4) and reason in (why.SETTLED, why.FLAT)
+    assert minimise(downhill, 4.0)[0] == why.NOT_FINITE
+    assert "(the matrix K is too large" in str(failure(0, [], downhill, jnp.array(4.0)))
+    assert "after 7 steps. The last finite objective was 2." in str(failure(7, [1.0, 2.0], jnp.sum, jnp.ones(3)))
+
+
+def test_chunks_of_any_length_make_the_same_run():
+    loss = lambda v, step: jnp.sum((v - jnp.sin(step)) ** 2)                        # another one in each step
+    adam = optax.adam(0.1)
+    chunk = jax.jit(lambda state, stop: descend(loss, adam, state, 20, stop, 40, -1.0, True))
+    ends = []
+    for cuts in ((20, 40, 41), (1, 2, 13, 33, 40, 41)):
+        state = initial_state(jnp.ones(3), adam)
+        for stop in cuts:
+            state, losses = chunk(state, stop)
+        ends.append(state)
+    assert jax.tree.all(jax.tree.map(np.array_equal, *ends)) and int(ends[0].step) == 40 and int(ends[0].reason) == why.TAKEN
+    v, memory = jnp.ones(3), adam.init(jnp.ones(3))
+    for step in range(40):
+        change, memory = adam.update(jax.grad(loss)(v, step), memory, v)
+        v = optax.apply_updates(v, change)
+    assert np.allclose(v, ends[0].trainable, rtol=1e-12)
