@@ -10,6 +10,7 @@ from nbdev.process import NBProcessor
 from nbdev.processors import hide_
 
 from tools import mathjax
+from tools.check import check, outcomes
 from tools.citations import Bibliography
 from tools.crossref import Book, BookError
 from tools.processor import BookProcessor
@@ -196,3 +197,29 @@ def test_web_fonts_are_cut_out_whole():
 
 def test_sidebar_is_read_in_order():
     assert listed(["a.ipynb", {"section": "S", "contents": ["b.ipynb", {"href": "c.ipynb"}]}]) == ["a.ipynb", "b.ipynb", "c.ipynb"]
+
+
+@pytest.mark.parametrize(("output", "counts"), [
+    ("...\n2 failed, 31 passed, 4 skipped, 1 error in 5.2s\n", {"failed": 2, "passed": 31, "skipped": 4, "error": 1}),
+    ("3 failed\n1 passed in 0.12s", {"passed": 1}),
+    ("======= 7 passed, 1 warning in 61.00s (0:01:01) =======", {"passed": 7}),
+    ("2 passed, 2 errors in 1s", {"passed": 2, "error": 2}),
+    ("Fatal Python error: Aborted", {}), ("", {}),
+])
+def test_counts_of_tests_are_read(output, counts):
+    assert outcomes(output) == counts
+
+
+@pytest.mark.parametrize(("source", "fails"), [("assert 1 + 1 == 3", True), ("#| eval: false\nassert False", False), ("x = 1", False)])
+def test_a_notebook_that_fails_is_found(tmp_path, source, fails, capsys):
+    path = tmp_path / "some.ipynb"
+    cell = {"cell_type": "code", "source": source, "metadata": {}, "outputs": [], "execution_count": None}
+    path.write_text(json.dumps({"cells": [cell], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}))
+    done = check(str(path), 8.0)
+    assert done.failed == fails and done.seconds > 0.1 and ("AssertionError" in capsys.readouterr().out) == fails
+
+
+def test_a_process_that_fails_or_takes_too_much_memory_is_found(capsys):
+    assert check("tools.no_such_module", 8.0).failed and "No module named" in capsys.readouterr().out
+    assert not check("this", 8.0).failed and check("this", 0.001).failed     # the Zen of Python, and a MiB
+    assert "more than" in capsys.readouterr().out

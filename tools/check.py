@@ -49,7 +49,7 @@ def command(name: str) -> list[str]:
     "The arguments of Python that check `name`: a module, a notebook or a file of tests."
     if name.endswith(".ipynb"):
         return ["-c", NOTEBOOK, name]
-    return ["-m", "pytest", "-q", name] if name.endswith(".py") else ["-m", name]
+    return ["-m", "pytest", "-q", "--tb=short", name] if name.endswith(".py") else ["-m", name]
 
 
 def outcomes(output: str) -> dict[str, int]:
