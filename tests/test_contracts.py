@@ -1,12 +1,16 @@
 """What holds for every approximation: derivatives to second order, batches of models, failures.
 
 A new approximation joins by being listed in APPROXIMATIONS."""
+from typing import ClassVar
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.flatten_util import ravel_pytree
+from numpyro.infer import MCMC, NUTS
 
 import gp_thesis as gpt
 from gp_thesis.parameters import partition
@@ -82,3 +86,125 @@ def test_first_and_second_derivatives_and_batches_of_models(problem):
     assert np.allclose(along, directions[0] @ hessian, rtol=1e-6, atol=1e-7 * scale)
     alone = [objective(theta + shift) for shift in shifts[:2]]
     assert np.allclose(value[:2], alone, rtol=1e-10, atol=1e-10)
+
+
+# A toy of each coming kind: what a deep model, a latent variable model, a sampler and a mixture need.
+
+class TwoLayers(gpt.Approximation):
+    "A function of a function, whose bound is sampled through the hidden layer."
+    model: gpt.GP
+    hidden: gpt.SVGP
+    last: gpt.SVGP
+    draws_samples: ClassVar[bool] = True
+
+    def bound(self, X, y, scale, key):
+        mean, var = self.hidden.q_f().latent_marginals(X)
+        H = mean + jnp.sqrt(var) * jax.random.normal(key, mean.shape)
+        expected = self.model.likelihood.variational_expectations(*self.last.q_f().latent_marginals(H), y)
+        return scale * jnp.sum(expected) - self.hidden.q.kl_from_standard_normal() - self.last.q.kl_from_standard_normal()
+
+
+class LatentInputs(gpt.Approximation):
+    "Outputs whose inputs are unknown: a batch is (numbers of rows, Y), and each row has parameters of its own."
+    model: gpt.GP
+    outputs: gpt.SVGP
+    H: gpt.Parameter
+
+    def bound(self, rows, Y, scale):
+        H = self.H[rows]
+        expected = self.model.likelihood.variational_expectations(*self.outputs.q_f().latent_marginals(H), Y)
+        return scale * (jnp.sum(expected) - 0.5 * jnp.sum(H**2)) - self.outputs.q.kl_from_standard_normal()
+
+    def check(self, rows, Y):
+        return jnp.asarray(rows), jnp.asarray(Y, float)
+
+
+class Mixture(gpt.Posterior):
+    "Posteriors with equal weights, such as one for each sample of hyperparameters."
+    parts: tuple[gpt.Posterior, ...]
+
+    def marginals(self, Xs):
+        means, variances = map(jnp.stack, zip(*(part.marginals(Xs) for part in self.parts)))
+        return means.mean(0), (variances + means**2).mean(0) - means.mean(0) ** 2
+
+    def covariance(self, Xs, Xs2=None):
+        mean = lambda part, X: part.mean(X) - self.mean(X)
+        between = [jnp.outer(mean(part, Xs), mean(part, Xs if Xs2 is None else Xs2)) for part in self.parts]
+        return sum(part.covariance(Xs, Xs2) + outer for part, outer in zip(self.parts, between)) / len(self.parts)
+
+    def sample(self, key, Xs, n=1):
+        which, each = jax.random.randint(key, (n,), 0, len(self.parts)), jnp.stack([part.sample(key, Xs, n) for part in self.parts])
+        return each[which, jnp.arange(n)]
+
+    def predict_y(self, Xs):
+        means, variances = map(jnp.stack, zip(*(part.predict_y(Xs) for part in self.parts)))
+        return means.mean(0), (variances + means**2).mean(0) - means.mean(0) ** 2
+
+    def log_predictive_density(self, Xs, ys):
+        each = jnp.stack([part.log_predictive_density(Xs, ys) for part in self.parts])
+        return jax.nn.logsumexp(each, axis=0) - jnp.log(len(self.parts))
+
+
+class Tent(gpt.Kernel):
+    "1 - s |x - x'|, which is no covariance where s is large."
+    slope: gpt.Parameter
+
+    def covariance(self, X, X2=None):
+        return 1 - self.slope * jnp.abs(X - (X if X2 is None else X2).T)
+
+    def variances(self, X):
+        return jnp.ones(len(X))
+
+
+def test_a_deep_model_is_fitted_by_sampling():
+    key, plane = jax.random.key(0), jnp.hstack([X, -X])
+    layer = lambda model, P: gpt.SVGP(model, gpt.InducingPoints(plane[::2]), num_latents=P)
+    deep = TwoLayers(noisy, layer(gpt.GP(gpt.RBF(), gpt.Gaussian(), gpt.IdentityMean()), 2), layer(noisy, 1))
+    with pytest.raises(ValueError, match="draws samples: key must be a JAX random key"):
+        deep.objective(plane, y)
+    fitted = gpt.fit(deep, (plane, y), optimiser=optax.adam(0.05), steps=60, batch_size=4, key=key, progress=False)
+    before, after = (np.array([a.objective(plane, y, key=jax.random.key(k)) for k in range(5)]) for a in (deep, fitted.approx))
+    assert after.mean() > before.mean() + 1 and len(np.unique(after)) == 5
+
+
+def test_rows_with_parameters_of_their_own():
+    Y, start = jnp.hstack([jnp.sin(X), jnp.cos(X)]), 0.1 * jnp.asarray(rng.normal(size=(N, 1)))
+    approx = LatentInputs(noisy, gpt.SVGP(noisy, gpt.InducingPoints(X[::2] - 2), num_latents=2), gpt.free(start))
+    rows = np.arange(N)
+    halves = [approx.objective(rows[half], Y[half], num_data=N) for half in (slice(0, 4), slice(4, 8))]
+    assert np.isclose(np.mean(halves), approx.objective(rows, Y))
+    fitted = gpt.fit(approx, (rows, Y), optimiser=optax.adam(0.05), steps=100, batch_size=4, key=jax.random.key(0), progress=False)
+    assert fitted.approx.objective(rows, Y) > approx.objective(rows, Y) + 1
+    assert np.all(np.asarray(fitted.approx.H.value) != start)
+
+
+def tent_evidence(slope):
+    return gpt.Exact(gpt.GP(Tent(gpt.parameters.positive(slope)), gpt.Gaussian(0.1))).objective(X, y)
+
+
+def test_one_model_that_fails_ends_neither_a_batch_nor_a_chain():
+    with pytest.raises(eqx.EquinoxRuntimeError, match=r"the matrix K \+ σ²I of size 8 x 8"):
+        tent_evidence(20.0)
+
+    def potential(log_slope):
+        with gpt.nan_on_failure():
+            return 0.5 * (log_slope / 2) ** 2 - tent_evidence(jnp.exp(log_slope))
+
+    batch = jax.jit(jax.vmap(potential))(jnp.log(jnp.array([0.1, 20.0, 0.2])))
+    assert np.array_equal(np.isfinite(batch), [True, False, True])
+    chain = MCMC(NUTS(potential_fn=potential), num_warmup=100, num_samples=200, progress_bar=False)
+    chain.run(jax.random.key(0), init_params=jnp.log(0.1), extra_fields=("diverging",))
+    samples, rejected = chain.get_samples(), int(chain.get_extra_fields()["diverging"].sum())
+    assert len(samples) == 200 and np.isfinite(jax.vmap(potential)(samples)).all() and len(np.unique(samples)) > 50
+    assert rejected > 0
+
+
+def test_a_mixture_answers_what_a_posterior_is_asked():
+    parts = tuple(gpt.Exact(gpt.GP(gpt.RBF(ell), gpt.Gaussian(0.2))).posterior(X, y) for ell in (0.4, 1.5))
+    post, Xs, ys = Mixture(parts), jnp.linspace(0, 4, 3)[:, None], jnp.array([0.1, -0.4, 0.3])
+    draws = post.sample(jax.random.key(0), Xs, 40_000)
+    mean, var = post.marginals(Xs)
+    assert np.allclose(draws.mean(0), mean, atol=0.02) and np.allclose(np.cov(draws.T), post.covariance(Xs), atol=0.02)
+    assert np.allclose(np.diag(post.covariance(Xs)), var) and np.allclose(post.predict_y(Xs)[1], var + 0.2)
+    density = np.mean([np.exp(part.log_predictive_density(Xs, ys)) for part in parts], axis=0)
+    assert np.allclose(np.exp(post.log_predictive_density(Xs, ys)), density) and np.array_equal(post.mean(Xs), mean)
