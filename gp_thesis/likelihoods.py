@@ -270,12 +270,13 @@ class Bernoulli(Likelihood):
 # %% ../nbs/11_likelihoods.ipynb #p007
 def normal_hazard(z: Array) -> Array:
     "N(z | 0, 1) / Φ(z), the derivative of log Φ(z), exact to rounding in both tails."
-    body, u = jnp.maximum(z, -5.0), jnp.maximum(-z, 5.0)
+    right = z > -5.0
+    body, u = jnp.where(right, z, -5.0), jnp.where(right, 5.0, -z)
     tail = u
     for level in range(20, 0, -1):
         tail = u + level / tail  # @eq-normal-hazard
     in_body = jnp.exp(-0.5 * (body**2 + math.log(2 * math.pi)) - log_ndtr(body))
-    return jnp.where(z > -5.0, in_body, tail)
+    return jnp.where(right, in_body, tail)
 
 
 @jax.custom_jvp

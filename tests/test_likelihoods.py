@@ -9,12 +9,61 @@ from jax.flatten_util import ravel_pytree
 from numpyro.distributions import constraints
 from scipy.integrate import quad
 from scipy.optimize import minimize
-from scipy.special import expit, gammaln, log_expit, log_ndtr, logsumexp, ndtr, softmax
+from scipy.special import erfcx, expit, gammaln, log_expit, log_ndtr, logsumexp, ndtr, softmax
 from scipy.stats import beta, expon, gamma, norm, t
 
 from gp_thesis.likelihoods import (Bernoulli, Beta, Exponential, Gamma, Gaussian, Likelihood, LogRate, Poisson, RobustMax,
-                                   Softmax, StudentT, log_omega, log_sum_exp_bound)
+                                   Softmax, StudentT, log_expectation_of_several, log_normal_cdf, log_omega,
+                                   log_sum_exp_bound, normal_hazard, tilted_moments)
 from gp_thesis.parameters import Parameter, cast, partition, positive, unwrap
+
+METHODS = ("variational_expectations", "log_tilted")
+
+
+@eqx.filter_jit
+def _ask(likelihood, method, args):
+    return getattr(likelihood, method)(*args) if isinstance(method, str) else method(likelihood, *args)
+
+
+def ask(likelihood, method, *args):
+    "A method, by name or one of the base class, compiled once for all values of parameters and arguments."
+    return _ask(likelihood, method, [jnp.asarray(a) for a in args])
+
+
+@eqx.filter_jit
+def _slopes(likelihood, mean, var, y, direction, power):
+    def of(method, *more):
+        total = lambda mean, var: jnp.sum(getattr(likelihood, method)(mean, var, y, *more))
+        gradient = jax.grad(total, argnums=(0, 1))
+        (in_mean, in_var), (along, _) = jax.jvp(lambda mean: gradient(mean, var), (mean,), (direction,))
+        return getattr(likelihood, method)(mean, var, y, *more), in_mean, in_var, along
+
+    return of("variational_expectations"), of("log_tilted", *([] if power is None else [power]))
+
+
+def slopes(likelihood, mean, var, y, direction=None, power=None):
+    """For the expected log density and for log_tilted: the value, derivatives in mean and var, and that of the first
+    along `direction` in the means."""
+    mean, var, y = jnp.asarray(mean), jnp.asarray(var), jnp.asarray(y)
+    return _slopes(likelihood, mean, var, y, jnp.ones_like(mean) if direction is None else direction, power)
+
+
+def check_slopes(likelihood, mean, var, y, direction=None, step=1e-5, rtol=1e-5, atol=1e-8, power=None):
+    "First derivatives against finite differences, entry by entry, and second ones against differences of the first."
+    found = slopes(likelihood, mean, var, y, direction, power)
+    direction = jnp.ones_like(mean) if direction is None else direction
+    P = mean.shape[-1] if likelihood.num_latents else 1
+    for p in range(P):                                             # rows do not look at each other
+        e = step * (jnp.zeros_like(mean).at[:, p].set(1) if likelihood.num_latents else jnp.ones_like(mean))
+        pick = lambda a: a[:, p] if likelihood.num_latents else a
+        for argument, (up, down) in enumerate([[slopes(likelihood, mean + s * e, var, y, direction, power) for s in (1, -1)],
+                                               [slopes(likelihood, mean, var + s * e, y, direction, power) for s in (1, -1)]]):
+            for k in range(2):
+                finite = (up[k][0] - down[k][0]) / (2 * step)
+                assert np.allclose(pick(found[k][1 + argument]), finite, rtol=rtol, atol=atol)
+    ahead, behind = (slopes(likelihood, mean + s * step * direction, var, y, direction, power) for s in (1, -1))
+    for k in range(2):
+        assert np.allclose(found[k][3], (ahead[k][1] - behind[k][1]) / (2 * step), rtol=10 * rtol, atol=10 * atol)
 
 
 class Student(Likelihood):
@@ -52,8 +101,12 @@ def test_gaussian_closed_forms_against_adaptive_quadrature(noise, mean, var, y):
     likelihood = unwrap(Gaussian(noise))
     log_density = lambda f: norm.logpdf(y, f, np.sqrt(noise))
     assert np.isclose(likelihood.log_density(mean, y), log_density(mean))
-    assert np.isclose(likelihood.variational_expectations(mean, var, y), integrate(log_density, mean, var))
-    assert np.isclose(likelihood.predictive_log_density(mean, var, y), np.log(integrate(lambda f: np.exp(log_density(f)), mean, var)))
+    assert np.isclose(ask(likelihood, "variational_expectations", mean, var, y), integrate(log_density, mean, var))
+    for power in (0.01, 0.5, 1.0, 2.0):
+        f = np.linspace(min(mean, y) - 30, max(mean, y) + 30, 200_001)
+        exact = logsumexp(power * log_density(f) + norm.logpdf(f, mean, np.sqrt(var))) + np.log(f[1] - f[0])
+        assert np.isclose(ask(likelihood, "log_tilted", mean, var, y, power), exact, rtol=1e-8)
+    assert np.isclose(ask(likelihood, "predictive_log_density", mean, var, y), norm.logpdf(y, mean, np.sqrt(var + noise)))
     assert np.allclose(likelihood.predict_mean_and_var(mean, var), (mean, var + noise))
 
 
@@ -61,9 +114,10 @@ def test_gaussian_closed_forms_against_adaptive_quadrature(noise, mean, var, y):
 def test_one_line_density_gets_its_integrals(mean, var, y):
     likelihood = unwrap(Student(0.9))
     log_density = lambda f: t.logpdf(y, 4.0, f, 0.9)
-    assert np.isclose(likelihood.variational_expectations(mean, var, y), integrate(log_density, mean, var), atol=2e-4)
-    expected = np.log(integrate(lambda f: np.exp(log_density(f)), mean, var))
-    assert np.isclose(likelihood.predictive_log_density(mean, var, y), expected, atol=2e-4)
+    assert np.isclose(ask(likelihood, "variational_expectations", mean, var, y), integrate(log_density, mean, var), atol=2e-4)
+    for power in (0.3, 1.0):
+        expected = np.log(integrate(lambda f: np.exp(power * log_density(f)), mean, var))
+        assert np.isclose(ask(likelihood, "log_tilted", mean, var, y, power), expected, atol=2e-4)
 
 
 def test_more_nodes_are_a_class_attribute_and_help():
@@ -100,7 +154,7 @@ def test_base_agrees_with_overrides_elementwise_and_over_outputs():
     likelihood = unwrap(Gaussian([0.5, 2.0]))                  # one variance for each output
     base = Likelihood
     assert np.allclose(likelihood.variational_expectations(mean, var, y), base.variational_expectations(likelihood, mean, var, y))
-    assert np.allclose(likelihood.predictive_log_density(mean, var, y), base.predictive_log_density(likelihood, mean, var, y), atol=1e-3)
+    assert np.allclose(likelihood.predictive_log_density(mean, var, y), base.log_tilted(likelihood, mean, var, y), atol=1e-3)
     for ours, theirs in zip(likelihood.predict_mean_and_var(mean, var), base.predict_mean_and_var(likelihood, mean, var)):
         assert np.allclose(ours, theirs) and ours.shape == (7, 2)
     column = unwrap(Gaussian(2.0)).variational_expectations(mean[:, 1], var[:, 1], y[:, 1])
@@ -108,16 +162,14 @@ def test_base_agrees_with_overrides_elementwise_and_over_outputs():
     assert likelihood.conditional_variance(jnp.asarray(mean)).shape == (7, 2)
 
 
-@pytest.mark.parametrize("likelihood", [Gaussian(0.3), Student(1.0)], ids=["closed", "quadrature"])
-def test_gradients_against_finite_differences(likelihood):
+class FineStudent(Student):
+    points = 80
+
+
+@pytest.mark.parametrize("likelihood,power", [(Gaussian(0.3), 0.4), (FineStudent(1.0), None), (Bernoulli(), None)], ids=["Gaussian", "quadrature", "probit"])
+def test_gradients_against_finite_differences(likelihood, power):
     mean, var, y = jnp.array([0.0, 1.0, -2.0]), jnp.array([0.3, 1.0, 0.1]), jnp.array([0.5, 0.5, 0.5])
-    for method in ("variational_expectations", "predictive_log_density"):
-        total = lambda mean, var: getattr(unwrap(likelihood), method)(mean, var, y).sum()
-        for argument, gradient in enumerate(jax.grad(total, argnums=(0, 1))(mean, var)):
-            for n in range(3):
-                step = 1e-5 * np.eye(3)[n]
-                up, down = ((mean + s * step, var) if argument == 0 else (mean, var + s * step) for s in (1, -1))
-                assert np.isclose(gradient[n], (total(*up) - total(*down)) / 2e-5, rtol=1e-5, atol=1e-8)
+    check_slopes(unwrap(likelihood), mean, var, y, power=power)
 
 
 def test_expected_log_likelihood_ignores_correlation():
@@ -134,12 +186,12 @@ def test_expected_log_likelihood_ignores_correlation():
 def test_jensen_holds_and_is_strict():
     mean, var, y = jnp.linspace(-1, 1, 9), jnp.full(9, 0.4), jnp.linspace(1, -2, 9)
     for likelihood in (unwrap(Gaussian(0.5)), unwrap(Student(0.5))):
-        assert np.all(likelihood.variational_expectations(mean, var, y) < likelihood.predictive_log_density(mean, var, y))
+        assert np.all(ask(likelihood, "variational_expectations", mean, var, y) < ask(likelihood, "log_tilted", mean, var, y))
 
 
 def test_far_away_the_log_density_stays_finite():
     assert np.isfinite(unwrap(Student(1.0)).predictive_log_density(0.0, 1.0, 1e6))
-    far = Likelihood.predictive_log_density(unwrap(Gaussian(1.0)), 0.0, 1.0, 200.0)
+    far = Likelihood.log_tilted(unwrap(Gaussian(1.0)), 0.0, 1.0, 200.0)
     assert np.isfinite(far) and far < -5000
 
 
@@ -201,12 +253,15 @@ def test_bernoulli_integrals_against_adaptive_quadrature(link, mean, var, y):
     (probability, log_probability), sign, likelihood = LINKS[link], 2 * y - 1, Bernoulli(link)
     assert np.isclose(likelihood.log_density(0.7, y), log_probability(sign * 0.7))
     expected = integrate(lambda f: log_probability(sign * f), mean, var)
-    assert np.isclose(likelihood.variational_expectations(mean, var, y), expected, atol=2e-6)
+    assert np.isclose(ask(likelihood, "variational_expectations", mean, var, y), expected, atol=2e-6)
     p = integrate(lambda f: probability(sign * f), mean, var)
-    assert np.isclose(likelihood.predictive_log_density(mean, var, y), np.log(p), atol=1e-9 if link == "probit" else 1e-5)
-    one, variance = likelihood.predict_mean_and_var(mean, var)
+    assert np.isclose(ask(likelihood, "predictive_log_density", mean, var, y), np.log(p), atol=1e-9 if link == "probit" else 1e-5)
+    half = np.log(integrate(lambda f: np.exp(0.5 * log_probability(sign * f)), mean, var))
+    assert np.isclose(ask(likelihood, "log_tilted", mean, var, y, 0.5), half, atol=1e-5)
+    assert np.isclose(ask(likelihood, "log_tilted", mean, var, y, 1.0), np.log(p), atol=1e-5)   # a traced power: quadrature
+    one, variance = ask(likelihood, "predict_mean_and_var", mean, var)
     assert np.isclose(one, integrate(probability, mean, var), atol=1e-5) and np.isclose(variance, one * (1 - one))
-    for ours, theirs in zip((one, variance), Likelihood.predict_mean_and_var(likelihood, mean, var)):
+    for ours, theirs in zip((one, variance), ask(likelihood, Likelihood.predict_mean_and_var, mean, var)):
         assert np.isclose(ours, theirs, atol=1e-5)
 
 
@@ -215,18 +270,17 @@ def test_bernoulli_integrals_against_adaptive_quadrature(link, mean, var, y):
 def test_bernoulli_tails_are_exact_to_rounding(link, dtype, rtol):
     f = np.array([-100.0, -30.0, -15.0, -5.0, -1.0, 0.0, 1.0, 3.0])
     log_probability = LINKS[link][1]
+    one = jax.jit(jax.vmap(jax.value_and_grad(Bernoulli(link).log_density), (0, None)))
     for y, sign in ((1.0, 1), (0.0, -1)):
-        ours = Bernoulli(link).log_density(jnp.asarray(sign * f, dtype), jnp.asarray(y, dtype))
+        ours, slope = one(jnp.asarray(sign * f, dtype), jnp.asarray(y, dtype))
         assert ours.dtype == dtype and np.allclose(ours, log_probability(f), rtol=rtol)
-        slope = jax.vmap(jax.grad(Bernoulli(link).log_density), (0, None))(jnp.asarray(sign * f, dtype), jnp.asarray(y, dtype))
         true_slope = np.exp(norm.logpdf(f) - log_ndtr(f)) if link == "probit" else expit(-f)
         assert np.allclose(sign * slope, true_slope, rtol=10 * rtol)
-    far = jnp.array([-1e4, -200.0, 200.0, 1e4], jnp.float32)
-    value, slope = jax.vmap(jax.value_and_grad(lambda f: Bernoulli(link).log_density(f, jnp.float32(1))))(far)
-    assert np.isfinite(value).all() and np.isfinite(slope).all()
-    var = jnp.full(4, 0.5, jnp.float32)
-    assert np.isfinite(Bernoulli(link).predictive_log_density(far, var, jnp.ones(4, jnp.float32))).all()
-    assert np.isfinite(Bernoulli(link).variational_expectations(far, var, jnp.ones(4, jnp.float32))).all()
+    far = jnp.tile(jnp.array([-1e4, -200.0, 200.0, 1e4], dtype), 2)
+    assert all(np.isfinite(a).all() for a in one(far, jnp.asarray(1, dtype)))
+    for method in METHODS:
+        value = ask(Bernoulli(link), method, far, jnp.full_like(far, 0.5), jnp.ones_like(far))
+        assert value.dtype == dtype and np.isfinite(value).all()
 
 
 @pytest.mark.parametrize("link", LINKS)
@@ -235,29 +289,24 @@ def test_bernoulli_probabilities_add_up_and_moments_keep_small_ones(link):
     assert np.allclose(jnp.exp(likelihood.log_density(f, 1.0)) + jnp.exp(likelihood.log_density(f, 0.0)), 1.0)
     assert np.allclose(likelihood.conditional_mean(f), LINKS[link][0](f))
     assert np.allclose(likelihood.conditional_variance(f), LINKS[link][0](f) * LINKS[link][0](-f), rtol=1e-9)   # 1 - p would lose the digits
-    p, variance = likelihood.predict_mean_and_var(jnp.array([9.0]), jnp.array([0.1]))
-    assert 0 < variance[0] < 1e-3 and variance[0] < 1.01 * (likelihood.predict_mean_and_var(jnp.array([-9.0]), jnp.array([0.1]))[0][0])
+    p, variance = ask(likelihood, "predict_mean_and_var", [9.0, -9.0], [0.1, 0.1])
+    assert 0 < variance[0] < 1e-3 and variance[0] < 1.01 * p[1]
 
 
 @pytest.mark.parametrize("link", LINKS)
 def test_bernoulli_gradients_against_finite_differences_and_outputs(link):
     mean, var, y = jnp.array([[0.0, 1.0], [-2.0, 0.3]]), jnp.array([[0.3, 1.0], [0.1, 0.5]]), jnp.array([[0.0, 1.0], [1.0, 0.0]])
-    for method in ("variational_expectations", "predictive_log_density"):
-        values = getattr(Bernoulli(link), method)(mean, var, y)
-        assert values.shape == (2, 2) and np.isclose(values[1, 0], getattr(Bernoulli(link), method)(-2.0, 0.1, 1.0))
-        total = lambda mean, var: getattr(Bernoulli(link), method)(mean, var, y).sum()
-        for argument, gradient in enumerate(jax.grad(total, argnums=(0, 1))(mean, var)):
-            step = 1e-5 * np.eye(4).reshape(4, 2, 2)
-            moved = lambda s: (mean + s, var) if argument == 0 else (mean, var + s)
-            finite = [(total(*moved(s)) - total(*moved(-s))) / 2e-5 for s in step]
-            assert np.allclose(gradient.reshape(-1), finite, rtol=1e-5, atol=1e-8)
+    check_slopes(Bernoulli(link), mean, var, y, power=0.5 if link == "probit" else None)
+    for method in METHODS:
+        values = ask(Bernoulli(link), method, mean, var, y)
+        assert values.shape == (2, 2) and np.isclose(values[1, 0], ask(Bernoulli(link), method, -2.0, 0.1, 1.0))
 
 
 def test_bernoulli_quadrature_is_as_good_as_the_chapter_says():
     for link, var, error in (("probit", 1.0, 1e-9), ("probit", 9.0, 3e-4), ("logit", 9.0, 2e-4), ("probit", 25.0, 6e-3)):
         for mean in (-6.0, -1.5, 0.7, 4.0):
             exact = integrate(LINKS[link][1], mean, var)
-            assert abs(Bernoulli(link).variational_expectations(mean, var, 1.0) - exact) < error
+            assert abs(ask(Bernoulli(link), "variational_expectations", mean, var, 1.0) - exact) < error
 
 
 def test_bernoulli_links_and_labels_are_checked():
@@ -297,7 +346,7 @@ ONE = {
 @pytest.mark.parametrize("mean,var", [(0.0, 0.5), (-1.2, 0.05), (0.8, 1.5)])
 def test_integrals_of_one_latent_against_a_fine_grid(case, mean, var):
     likelihood, log_density, _, y = ONE[case]
-    likelihood = unwrap(likelihood)
+    likelihood, closed = unwrap(likelihood), isinstance(likelihood, LogRate)
     grid, log_weight = normal_grid(40_001, reach=45.0)
     f = mean + np.sqrt(var) * grid
     inside = np.abs(f) < 5                                      # where the comparison itself can be trusted
@@ -305,9 +354,11 @@ def test_integrals_of_one_latent_against_a_fine_grid(case, mean, var):
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
         expected = np.sum(np.where(log_weight > -70, np.exp(log_weight) * log_density(f), 0.0))
         density = logsumexp(np.nan_to_num(log_weight + log_density(f), nan=-np.inf))
-    closed = isinstance(likelihood, LogRate)
-    assert np.isclose(likelihood.variational_expectations(mean, var, y), expected, rtol=1e-9 if closed else 1e-4, atol=1e-12 if closed else 2e-4)
-    assert np.isclose(likelihood.predictive_log_density(mean, var, y), density, rtol=0, atol=1e-6 if closed else 4e-3)
+        half = logsumexp(np.nan_to_num(log_weight + 0.5 * log_density(f), nan=-np.inf))
+    value = ask(likelihood, "variational_expectations", mean, var, y)
+    assert np.isclose(value, expected, rtol=1e-9 if closed else 1e-4, atol=1e-12 if closed else 2e-4)
+    for power, exact in ((1.0, density), (0.5, half)):
+        assert np.isclose(ask(likelihood, "log_tilted", mean, var, y, power), exact, rtol=0, atol=1e-6 if closed else 4e-3)
 
 
 @pytest.mark.parametrize("case", ["poisson 7", "exponential", "gamma", "beta", "student"])
@@ -327,10 +378,26 @@ def test_a_large_count_needs_nodes_about_the_mode():
     for y in (30.0, 1000.0):
         exact = logsumexp(log_weight + poisson(2.0 + grid, y, 1))
         assert abs(Poisson().predictive_log_density(2.0, 1.0, y) - exact) < 1e-9
-        assert abs(Likelihood.predictive_log_density(Poisson(), 2.0, 1.0, y) - exact) > 0.1
+        assert abs(Likelihood.log_tilted(Poisson(), 2.0, 1.0, y) - exact) > 0.1
     for a in (-700.0, -3.0, 0.0, 1.0, 1.5, 20.0, 1e6):
         u = float(log_omega(jnp.asarray(a)))
         assert np.isclose(u + np.exp(u), a, rtol=1e-12, atol=1e-12)
+
+
+def grid_moments(log_density, mean, var, power=1.0):
+    "Normaliser, mean and variance of the tilted distribution by summation."
+    grid, log_weight = normal_grid()
+    f = mean + np.sqrt(var) * grid
+    with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+        log_tilted = np.nan_to_num(log_weight + power * log_density(f), nan=-np.inf)
+    log_Z = logsumexp(log_tilted)
+    p = np.exp(log_tilted - log_Z)
+    return log_Z, p @ f, p @ (f - p @ f) ** 2
+
+
+@eqx.filter_jit
+def moments(likelihood, mean, var, y, power=1.0):
+    return tilted_moments(likelihood, mean, var, y, power)
 
 
 @pytest.mark.parametrize("case", ONE)
@@ -338,18 +405,16 @@ def test_derivatives_of_the_log_density_are_moments(case):
     "Slope and curvature in the mean are those of the tilted distribution, from a grid: what expectation propagation reads off."
     likelihood, log_density, _, y = ONE[case]
     likelihood, mean, var = unwrap(likelihood), 0.4, 0.6
-    grid, log_weight = normal_grid()
-    f = mean + np.sqrt(var) * grid
-    with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
-        log_tilted = log_weight + log_density(f)
-    p = np.exp(log_tilted - logsumexp(log_tilted))
-    m1 = np.sum(p * f)
-    v1 = np.sum(p * (f - m1) ** 2)
-    log_z = lambda m: likelihood.predictive_log_density(m, var, y)
-    assert np.isclose(jax.grad(log_z)(mean), (m1 - mean) / var, rtol=1e-3, atol=1e-5)
-    assert np.isclose(jax.grad(jax.grad(log_z))(mean), (v1 - var) / var**2, rtol=5e-3, atol=1e-3)
-    in_var = jax.grad(lambda v: likelihood.predictive_log_density(mean, v, y))(var)
-    assert np.isclose(in_var, 0.5 * ((v1 + (m1 - mean) ** 2) / var**2 - 1 / var), rtol=5e-3, atol=1e-3)
+    for power in (1.0, 0.5):
+        log_Z, m1, v1 = grid_moments(log_density, mean, var, power)
+        (_, slope, in_var, curvature) = slopes(likelihood, mean, var, y, power=jnp.asarray(power))[1]
+        assert np.isclose(slope, (m1 - mean) / var, rtol=1e-3, atol=1e-5)
+        assert np.isclose(curvature, (v1 - var) / var**2, rtol=5e-3, atol=1e-3)
+        assert np.isclose(in_var, 0.5 * ((v1 + (m1 - mean) ** 2) / var**2 - 1 / var), rtol=5e-3, atol=1e-3)
+        assert np.isclose(in_var, (curvature + slope**2) / 2, rtol=1e-9)                    # the Gaussian's own identity
+        ours = moments(likelihood, *(jnp.asarray(a) for a in (mean, var, y, power)))
+        assert np.allclose(ours, (log_Z, mean + var * slope, var + var**2 * curvature), atol=4e-3)
+        assert np.allclose(ours, (log_Z, m1, v1), rtol=4e-3, atol=1e-3)
 
 
 EXTREMES = np.array([(m, v) for m in (-50.0, -10.0, 0.0, 3.0, 50.0) for v in (1e-8, 1e-3, 1.0, 10.0)]).T
@@ -363,45 +428,51 @@ EXTREMES = np.array([(m, v) for m in (-50.0, -10.0, 0.0, 3.0, 50.0) for v in (1e
 def test_two_derivatives_are_finite_far_out(likelihood, ys, dtype):
     likelihood = unwrap(cast(likelihood, dtype))
     mean, var, y = (jnp.asarray(a.ravel(), dtype) for a in np.broadcast_arrays(*EXTREMES, np.array(ys)[:, None]))
-    for method in (likelihood.variational_expectations, likelihood.predictive_log_density):
-        @jax.jit
-        def derivatives(mean, var):
-            gradient = jax.grad(lambda m, v: method(m, v, y).sum(), argnums=(0, 1))
-            return method(mean, var, y), gradient(mean, var), jax.jvp(lambda m: gradient(m, var), (mean,), (jnp.ones_like(mean),))[1]
-
-        for array in jax.tree.leaves(derivatives(mean, var)):
-            assert array.dtype == dtype and array.shape == mean.shape and np.isfinite(array).all()
+    for array in jax.tree.leaves(slopes(likelihood, mean, var, y)):
+        assert array.dtype == dtype and array.shape == mean.shape and np.isfinite(array).all()
+    if dtype == jnp.float64:                                       # weights on points have a variance
+        assert np.all(1 + var * slopes(likelihood, mean, var, y)[1][3] > -1e-9)
     assert all(moment.dtype == dtype for moment in likelihood.predict_mean_and_var(mean, var))
 
 
-@pytest.mark.parametrize("case", ONE)
+@pytest.mark.parametrize("case", ["poisson 7", "gamma", "student"])
 def test_entry_by_entry_over_outputs_and_under_vmap(case):
     likelihood, _, _, y = ONE[case]
     likelihood, rng = unwrap(likelihood), np.random.default_rng(2)
     mean, var, ys = jnp.asarray(rng.normal(size=(4, 3))), jnp.asarray(rng.uniform(0.1, 1, (4, 3))), jnp.full((4, 3), y)
-    for method in (likelihood.variational_expectations, likelihood.predictive_log_density):
-        together = method(mean, var, ys)
-        assert together.shape == (4, 3)
-        assert np.allclose(together, jax.vmap(jax.vmap(method))(mean, var, ys)) and np.isclose(together[2, 1], method(mean[2, 1], var[2, 1], y))
+    for method in METHODS:
+        together = ask(likelihood, method, mean, var, ys)
+        one_by_one = lambda likelihood, *args: jax.vmap(jax.vmap(getattr(likelihood, method)))(*args)
+        assert together.shape == (4, 3) and np.allclose(together, ask(likelihood, one_by_one, mean, var, ys))
 
 
-def test_exponential_is_gamma_with_shape_one_and_parameters_train():
+def test_exponential_is_gamma_with_shape_one():
     mean, var, y = jnp.array([0.3, -1.0]), jnp.array([0.2, 2.0]), jnp.array([0.5, 4.0])
     one = unwrap(Gamma(1.0))
-    for method in ("variational_expectations", "predictive_log_density"):
-        assert np.allclose(getattr(Exponential(), method)(mean, var, y), getattr(one, method)(mean, var, y))
+    for method in METHODS:
+        assert np.allclose(ask(Exponential(), method, mean, var, y), ask(one, method, mean, var, y))
     for ours, theirs in zip(Exponential().predict_mean_and_var(mean, var), one.predict_mean_and_var(mean, var)):
         assert np.allclose(ours, theirs)
     assert [len(jax.tree.leaves(partition(likelihood)[0])) for likelihood in (Gamma(), Beta(), StudentT(), Poisson(), RobustMax(3))] == [1, 1, 1, 0, 0]
-    for likelihood, y in ((Gamma([0.7, 2.0]), [0.4, 3.0]), (Beta(2.0), [0.4, 0.9]), (StudentT(0.5), [0.4, -3.0])):
-        for method in ("variational_expectations", "predictive_log_density"):
-            moving, rest = partition(likelihood)
-            total = jax.jit(lambda moving: getattr(unwrap(eqx.combine(moving, rest)), method)(mean, var, jnp.asarray(y)).sum())
-            flat, unravel = ravel_pytree(moving)
-            gradient = ravel_pytree(jax.grad(total)(moving))[0]
-            step = 1e-5 * np.eye(len(flat))
-            finite = [(total(unravel(flat + s)) - total(unravel(flat - s))) / 2e-5 for s in step]
-            assert np.allclose(gradient, finite, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("likelihood,y", [(Gamma([0.7, 2.0]), [0.4, 3.0]), (Beta(2.0), [0.4, 0.9]), (StudentT(0.5), [0.4, -3.0])],
+                         ids=["gamma", "beta", "student"])
+def test_parameters_train(likelihood, y):
+    mean, var, y = jnp.array([0.3, -1.0]), jnp.array([0.2, 2.0]), jnp.asarray(y)
+    moving, rest = partition(likelihood)
+    flat, unravel = ravel_pytree(moving)
+
+    @jax.jit
+    @jax.value_and_grad
+    def total(flat, weights):
+        likelihood = unwrap(eqx.combine(unravel(flat), rest))
+        return sum(w * jnp.sum(getattr(likelihood, method)(mean, var, y)) for w, method in zip(weights, METHODS))
+
+    for weights in jnp.eye(2):
+        step = 1e-5 * np.eye(len(flat))
+        finite = [(total(flat + s, weights)[0] - total(flat - s, weights)[0]) / 2e-5 for s in step]
+        assert np.allclose(total(flat, weights)[1], finite, rtol=1e-4, atol=1e-7)
 
 
 def test_student_moments_exist_where_they_do():
@@ -428,17 +499,21 @@ def test_robust_max_against_a_fine_grid_and_draws(classes, atol):
     mean, var, y = rng.normal(size=(8, classes)), rng.uniform(0.5, 1.0, (8, classes)), rng.integers(0, classes, 8)
     likelihood = RobustMax(classes, epsilon=0.02)
     S = np.array([largest(*row) for row in zip(mean, var, y)])
-    assert np.allclose(likelihood.probability_largest(mean, var, y), S, atol=atol)
+    mean, var, y = jnp.asarray(mean), jnp.asarray(var), jnp.asarray(y)
+    assert np.allclose(ask(likelihood, "probability_largest", mean, var, y), S, atol=atol)
     hit, miss = 0.98, 0.02 / (classes - 1)
-    assert np.allclose(likelihood.variational_expectations(mean, var, y), S * np.log(hit) + (1 - S) * np.log(miss), atol=20 * atol)
-    assert np.allclose(likelihood.predictive_log_density(mean, var, y), np.log(S * hit + (1 - S) * miss), atol=20 * atol)
+    expected = ask(likelihood, "variational_expectations", mean, var, y)
+    assert np.allclose(expected, S * np.log(hit) + (1 - S) * np.log(miss), atol=20 * atol)
+    for power in (1.0, 0.3):
+        exact = np.log(S * hit**power + (1 - S) * miss**power)
+        assert np.allclose(ask(likelihood, "log_tilted", mean, var, y, power), exact, atol=20 * atol)
     f = mean + np.sqrt(var) * rng.normal(size=(40_000, 8, classes))
     terms = np.asarray(likelihood.log_density(f, y))
     assert terms.shape == (40_000, 8)
-    assert np.all(np.abs(terms.mean(0) - likelihood.variational_expectations(mean, var, y)) < 5 * terms.std(0) / 200 + 1e-3)
-    p, p_var = likelihood.predict_mean_and_var(jnp.asarray(mean), jnp.asarray(var))
+    assert np.all(np.abs(terms.mean(0) - expected) < 5 * terms.std(0) / 200 + 1e-3)
+    p, p_var = likelihood.predict_mean_and_var(mean, var)
     assert np.allclose(p, likelihood.conditional_mean(f).mean(0), atol=0.015) and np.allclose(p_var, p * (1 - p))
-    assert np.allclose(p.sum(1), 1, atol=classes * atol) and np.allclose(np.log(p[np.arange(8), y]), likelihood.predictive_log_density(mean, var, y))
+    assert np.allclose(p.sum(1), 1, atol=classes * atol) and np.allclose(np.log(p[np.arange(8), y]), ask(likelihood, "log_tilted", mean, var, y))
     if classes == 2:
         other = 1 - y
         rows = np.arange(8)
@@ -449,17 +524,8 @@ def test_robust_max_against_a_fine_grid_and_draws(classes, atol):
 def test_multiclass_gradients_against_finite_differences(likelihood):
     rng = np.random.default_rng(3)
     mean, var, y = jnp.asarray(rng.normal(size=(4, 3))), jnp.asarray(rng.uniform(0.3, 1.5, (4, 3))), jnp.array([0, 2, 1, 1])
-    for method in ("variational_expectations", "predictive_log_density"):
-        total = jax.jit(lambda mean, var: getattr(likelihood, method)(mean, var, y).sum())
-        gradients = jax.grad(total, argnums=(0, 1))
-        for argument in (0, 1):
-            step = 1e-5 * np.eye(12).reshape(12, 4, 3)
-            moved = lambda s: (mean + s, var) if argument == 0 else (mean, var + s)
-            finite = [(total(*moved(s)) - total(*moved(-s))) / 2e-5 for s in step]
-            assert np.allclose(gradients(mean, var)[argument].ravel(), finite, rtol=1e-5, atol=1e-8)
-        curvature = jax.jvp(lambda m: gradients(m, var)[0], (mean,), (jnp.ones_like(mean).at[:, 0].set(3.0),))[1]   # the last step is in it
-        ahead, behind = (gradients(mean + s * jnp.ones_like(mean).at[:, 0].set(3.0), var)[0] for s in (1e-5, -1e-5))
-        assert np.allclose(curvature, (ahead - behind) / 2e-5, rtol=1e-4, atol=1e-7)
+    direction = jnp.ones_like(mean).at[:, 0].set(3.0)              # of a second derivative: Softmax's last Newton step is in it
+    check_slopes(likelihood, mean, var, y, direction)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
@@ -468,14 +534,8 @@ def test_multiclass_is_finite_far_out(likelihood, dtype):
     means = np.concatenate([np.array([[s, -s, 0], [0, s, -s], [1, s, 1]]) for s in (0, 1, 50, 1e4)])
     mean, var = np.tile(means, (6, 1)), np.repeat([1e-30, 1e-8, 1e-3, 1.0, 10.0, 1000.0], 12)[:, None] * np.ones(3)
     mean, var, y = (jnp.asarray(a, dtype) for a in (mean, var, np.tile([0, 0, 2], 24)))
-    for method in (likelihood.variational_expectations, likelihood.predictive_log_density):
-        @jax.jit
-        def derivatives(mean, var):
-            gradient = jax.grad(lambda m, v: method(m, v, y).sum(), argnums=(0, 1))
-            return method(mean, var, y), gradient(mean, var), jax.jvp(lambda m: gradient(m, var)[0], (mean,), (jnp.ones_like(mean).at[:, 0].set(2),))[1]
-
-        for array in jax.tree.leaves(derivatives(mean, var)):
-            assert array.dtype == dtype and np.isfinite(array).all()
+    for array in jax.tree.leaves(slopes(likelihood, mean, var, y, jnp.ones_like(mean).at[:, 0].set(2))):
+        assert array.dtype == dtype and np.isfinite(array).all()
     p = likelihood.predict_mean_and_var(mean, var)[0]
     assert likelihood.log_density(mean, y).dtype == dtype and likelihood.conditional_variance(mean).dtype == dtype
     assert p.dtype == dtype and np.allclose(p.sum(1), 1, atol=1e-4)
@@ -485,7 +545,7 @@ def test_robust_max_gradient_is_the_same_in_single_precision():
     rng = np.random.default_rng(4)
     mean, var, y = rng.normal(size=(50, 10)), rng.uniform(0.1, 1.0, (50, 10)), rng.integers(0, 10, 50)
     total = lambda mean, var, y: RobustMax(10).variational_expectations(mean, var, y).sum()
-    single, double = (jax.grad(total, argnums=(0, 1))(*(jnp.asarray(a, dtype) for a in (mean, var, y))) for dtype in (jnp.float32, jnp.float64))
+    single, double = (jax.jit(jax.grad(total, argnums=(0, 1)))(*(jnp.asarray(a, dtype) for a in (mean, var, y))) for dtype in (jnp.float32, jnp.float64))
     for ours, theirs in zip(single, double):
         assert ours.dtype == jnp.float32 and np.allclose(ours, theirs, atol=2e-4)
 
@@ -498,9 +558,12 @@ def test_tilted_bound_is_a_bound_and_the_best_of_its_kind(classes, var):
     bound = np.asarray(log_sum_exp_bound(jnp.asarray(mean), jnp.asarray(var)))
     draws = logsumexp(mean + np.sqrt(var) * rng.normal(size=(40_000, 6, classes)), axis=-1)
     assert np.all(bound > draws.mean(0) - 4 * draws.std(0) / 200)
-    right_side = lambda a, m, v: 0.5 * np.sum(a**2 * v) + logsumexp(m + (0.5 - a) * v)
+    def right_side(a, m, v):
+        "The value and its gradient in a."
+        return 0.5 * np.sum(a**2 * v) + logsumexp(m + (0.5 - a) * v), v * (a - softmax(m + (0.5 - a) * v))
+
     for m, v, b in zip(mean, var, bound):
-        best = min((minimize(right_side, start, args=(m, v), tol=1e-12) for start in (np.full(classes, 1 / classes), softmax(m))), key=lambda r: r.fun)
+        best = min((minimize(right_side, start, args=(m, v), jac=True, tol=1e-12) for start in (np.full(classes, 1 / classes), softmax(m))), key=lambda r: r.fun)
         assert abs(b - best.fun) < 1e-6 * max(1, abs(b))
     jensen = logsumexp(mean + var / 2, axis=1)
     assert np.all(bound < jensen)
@@ -518,11 +581,14 @@ def test_softmax_probabilities_against_gumbel_noise_and_draws():
     likelihood = Softmax(4)
     p, p_var = likelihood.predict_mean_and_var(jnp.asarray(mean), jnp.asarray(var))
     assert np.allclose(p, frequencies, atol=4e-3) and np.allclose(p.sum(1), 1) and np.allclose(p_var, p * (1 - p))
-    assert np.allclose(likelihood.predictive_log_density(mean, var, y), np.log(p[np.arange(3), y]))
+    assert np.allclose(ask(likelihood, "log_tilted", mean, var, y), np.log(p[np.arange(3), y]))
     assert np.allclose(likelihood.log_density(f[0], y), np.log(softmax(f[0], axis=-1)[np.arange(3), y]))
     expected = np.mean(likelihood.log_density(f, y), axis=0)
-    bound = likelihood.variational_expectations(mean, var, y)
+    bound = ask(likelihood, "variational_expectations", mean, var, y)
     assert np.all(bound < expected) and np.all(bound > expected - 0.2)
+    assert np.allclose(ask(likelihood, "log_tilted", mean, var, y, 1e-6) / 1e-6, expected, atol=6e-3)   # not the bound
+    half = np.log(np.mean(np.exp(0.5 * np.asarray(likelihood.log_density(f, y))), axis=0))
+    assert np.allclose(ask(likelihood, "log_tilted", mean, var, y, 0.5), half, atol=3e-3)
     assert np.array_equal(p, Softmax(4).predict_mean_and_var(jnp.asarray(mean), jnp.asarray(var))[0])
 
 
@@ -538,12 +604,11 @@ def test_labels_and_latents_of_many_classes(kind):
     for wrong in (1, 0, 2.0, "three", True, None):
         with pytest.raises(ValueError, match="num_classes must be an integer, at least 2"):
             kind(wrong)
-    for method in (likelihood.variational_expectations, likelihood.predictive_log_density):
+    for method in METHODS:
         with pytest.raises(ValueError, match="one column for each of the 3 classes"):
-            method(jnp.zeros((5, 2)), jnp.ones((5, 2)), jnp.zeros(5))
-    y = jnp.zeros(5)
-    assert likelihood.variational_expectations(jnp.zeros((5, 3)), jnp.ones((5, 3)), y).shape == (5,)
-    assert np.isfinite(jax.grad(lambda m: likelihood.variational_expectations(m, jnp.ones((5, 3)), y).sum())(jnp.zeros((5, 3)))).all()
+            getattr(likelihood, method)(jnp.zeros((5, 2)), jnp.ones((5, 2)), jnp.zeros(5))
+    value, slope, _, _ = slopes(likelihood, jnp.zeros((4, 3)), jnp.ones((4, 3)), jnp.zeros(4, int))[0]   # all functions alike
+    assert value.shape == (4,) and np.isfinite(slope).all()
 
 
 @pytest.mark.parametrize("likelihood,y,words", [
@@ -559,9 +624,203 @@ def test_support_of_one_latent(likelihood, y, words):
 
 @pytest.mark.parametrize("make,words", [
     (lambda: RobustMax(3, epsilon=0.0), "epsilon must be strictly between 0 and 1, got 0.0"), (lambda: RobustMax(3, epsilon=1.0), "got 1.0"),
-    (lambda: Poisson(0.0), "binsize must be positive and finite"), (lambda: Poisson(np.inf), "binsize"), (lambda: StudentT(df=0.0), "df must be positive"),
+    (lambda: Poisson(0.0), "binsize must be positive and finite, or None"), (lambda: Poisson(np.inf), "binsize"), (lambda: StudentT(df=0.0), "df must be positive"),
     (lambda: StudentT(scale=-1.0), "scale must be positive"), (lambda: Gamma(0.0), "shape must be positive"), (lambda: Beta(-2.0), "scale must be positive"),
 ])
 def test_constructors_refuse_what_makes_no_sense(make, words):
     with pytest.raises(ValueError, match=words):
         make()
+
+
+# one integral for all powers
+
+EACH = {name: ONE[name][::3] for name in ("poisson 7", "exponential", "gamma", "beta", "student")} | {
+    "gaussian": (Gaussian(0.7), 0.3), "probit": (Bernoulli(), 1.0), "logit": (Bernoulli("logit"), 0.0),
+    "one line": (Student(0.9), 0.3), "exposure": (Poisson(None), [3.0, 2.5]), "robust": (RobustMax(3, epsilon=0.02), 1)}
+
+
+def three_rows(likelihood, y):
+    "Means, variances and observations of three rows."
+    columns = (likelihood.num_latents,) if likelihood.num_latents else ()
+    rng = np.random.default_rng(6)
+    return (jnp.asarray(rng.normal(size=(3, *columns))), jnp.asarray(rng.uniform(0.1, 0.9, (3, *columns))),
+            jnp.broadcast_to(jnp.asarray(y), (3, *np.shape(y))))
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_expected_log_density_is_the_limit_of_log_tilted_by_the_power(name):
+    likelihood, y = EACH[name]
+    likelihood = unwrap(likelihood)
+    mean, var, y = three_rows(likelihood, y)
+    expected = ask(likelihood, "variational_expectations", mean, var, y)
+    small = [ask(likelihood, "log_tilted", mean, var, y, power) / power for power in (2e-6, 1e-6)]
+    assert np.allclose(2 * small[1] - small[0], expected, rtol=1e-5, atol=1e-6)             # what is left goes with the square
+    values = np.array([ask(likelihood, "log_tilted", mean, var, y, power) / power for power in (1e-4, 0.2, 0.5, 1.0, 2.0)])
+    assert np.all(np.diff(values, axis=0) > 0) and np.all(values[0] > expected)             # a generalised mean rises
+    assert np.allclose(values[3], ask(likelihood, "predictive_log_density", mean, var, y), atol=3e-6)
+
+
+def test_nodes_that_stay_give_the_gaussian_identity_and_ignore_kinks():
+    class Kink(Likelihood):
+        def log_density(self, f, y):
+            return -3.0 * jnp.abs(y - f) - 2.0 * (f < 0)
+
+    mean, var, y = jnp.array([-0.4, 0.1, 2.0]), jnp.array([0.2, 1.0, 30.0]), jnp.array([0.0, 1.0, -1.0])
+    _, slope, in_var, curvature = slopes(Kink(), mean, var, y)[1]
+    assert np.allclose(in_var, (curvature + slope**2) / 2, rtol=1e-9)
+    _, m, v = moments(Kink(), mean, var, y)
+    nodes, weights = np.polynomial.hermite_e.hermegauss(20)
+    for ours, (mean, sd, y) in zip(zip(m, v), zip(mean, np.sqrt(var), y)):
+        p = weights * np.exp(Kink().log_density(mean + sd * nodes, y))
+        p, f = np.asarray(p / p.sum()), np.asarray(mean + sd * nodes)
+        assert np.allclose(ours, (p @ f, p @ (f - p @ f) ** 2), rtol=1e-8)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
+@pytest.mark.parametrize("link", LINKS)
+def test_moments_of_a_label_far_out(link, dtype):
+    mean, var = (a.ravel() for a in np.meshgrid([-1e4, -1e3, -100.0, -10.0, -1.0, 0.0, 3.0, 100.0, 1e4], np.geomspace(1e-8, 1e8, 17)))
+    log_Z, m, v = (np.asarray(a, float) for a in moments(Bernoulli(link), *(jnp.asarray(a, dtype) for a in (mean, var, np.ones_like(mean)))))
+    shrinkage = v / np.asarray(jnp.asarray(var, dtype), float)
+    assert np.isfinite(log_Z).all() and np.isfinite(m).all() and np.all(v > 0)
+    assert np.all(shrinkage <= 1 + 1e4 * jnp.finfo(dtype).eps)                              # log concave
+    if link == "probit":                                                                    # by erfcx, which has no cancellation
+        z = mean / np.sqrt(1 + var)
+        hazard = np.sqrt(2 / np.pi) / erfcx(-z / np.sqrt(2))
+        # z + hazard, from the asymptotic series where that is a difference of equals
+        u = np.maximum(-z, 30)
+        rest = np.where(z < -30, 1 / u - 2 / u**3 + 10 / u**5, np.maximum(z, -30) + hazard)
+        exact = np.maximum(1 - var / (1 + var) * hazard * rest, np.sqrt(float(jnp.finfo(dtype).eps)))
+        assert np.allclose(shrinkage, exact, rtol=3e-3 if dtype == jnp.float32 else 1e-6, atol=1e-6)
+    else:
+        near = (np.abs(mean) <= 10) & (var <= 2)
+        exact = np.array([grid_moments(log_expit, a, b) for a, b in zip(mean[near], var[near])])
+        assert np.allclose(shrinkage[near], exact[:, 2] / var[near], atol=1e-4)
+
+
+def test_hazard_of_the_normal_in_both_tails_and_its_derivatives():
+    z = np.concatenate([-np.geomspace(1e4, 1.0, 41), [-5.1, -5.0, -4.9, 0.0, 2.0, 10.0]])
+    exact = np.sqrt(2 / np.pi) / erfcx(-z / np.sqrt(2))
+    assert np.allclose(normal_hazard(jnp.asarray(z)), exact, rtol=1e-13)
+    assert np.allclose(normal_hazard(jnp.asarray(z, jnp.float32)), exact, rtol=1e-5)
+    one, two = jax.jit(jax.vmap(jax.value_and_grad(jax.grad(log_normal_cdf))))(jnp.asarray(z))
+    assert np.allclose(log_normal_cdf(jnp.asarray(z)), log_ndtr(z), rtol=1e-13) and np.allclose(one, exact, rtol=1e-13)
+    middle = z > -30
+    assert np.allclose(two[middle], (-exact * (z + exact))[middle], rtol=1e-11) and np.allclose(two[~middle], -1 + 1 / z[~middle] ** 2, atol=1e-5)
+
+
+class Scaled(Likelihood):
+    "Noise whose log deviation is a second function."
+    num_latents = 2
+
+    def log_density(self, f, y):
+        return -0.5 * np.log(2 * np.pi) - f[..., 1] - 0.5 * ((y - f[..., 0]) * jnp.exp(-f[..., 1])) ** 2
+
+
+class OwnScaled(Scaled):
+    def variational_expectations(self, mean, var, y):
+        square = (y - mean[..., 0]) ** 2 + var[..., 0]
+        return -0.5 * np.log(2 * np.pi) - mean[..., 1] - 0.5 * square * jnp.exp(2 * (var[..., 1] - mean[..., 1]))
+
+    def log_tilted(self, mean, var, y, power=1.0):
+        return log_expectation_of_several(lambda f: power * self.log_density(f, y), mean, var, points=8192)
+
+
+def test_several_functions_without_integrals_are_refused():
+    mean, var, y = jnp.zeros((4, 2)), jnp.ones((4, 2)), jnp.ones(4)
+    for method, args in (("variational_expectations", (mean, var, y)), ("log_tilted", (mean, var, y)), ("predict_mean_and_var", (mean, var)),
+                         ("predictive_log_density", (mean, var, y))):
+        named = "log_tilted" if method == "predictive_log_density" else method
+        with pytest.raises(NotImplementedError, match=rf"Scaled looks at 2 latent functions at once and must define {named}\("):
+            getattr(Scaled(), method)(*args)
+    with pytest.raises(NotImplementedError, match="log_tilted"):
+        tilted_moments(Scaled(), mean, var, y)
+    assert np.isfinite(ask(OwnScaled(), "predictive_log_density", mean, var, y)).all()
+
+
+def dense(likelihood, mean, var, y, power, points):
+    "Normaliser and moments of each function by a product rule."
+    nodes, weights = np.polynomial.hermite_e.hermegauss(points)
+    axes = np.meshgrid(*[nodes] * len(mean), indexing="ij")
+    f = np.asarray(mean) + np.sqrt(var) * np.stack([a.ravel() for a in axes], 1)
+    log_w = sum(np.log(w).ravel() for w in np.meshgrid(*[weights / weights.sum()] * len(mean), indexing="ij"))
+    log_p = log_w + power * np.asarray(likelihood.log_density(f, np.full(len(f), y)))
+    log_Z = logsumexp(log_p)
+    p = np.exp(log_p - log_Z)
+    return log_Z, p @ f, p @ (f - p @ f) ** 2
+
+
+@pytest.mark.parametrize("likelihood,atol", [(OwnScaled(), 0.02), (Softmax(3), 0.01)], ids=["two", "softmax"])
+def test_moments_of_several_functions_against_a_dense_rule(likelihood, atol):
+    P = likelihood.num_latents
+    mean, var = jnp.array([[0.3, -0.2, 0.9], [0.0, 0.0, 0.0]])[:, :P], jnp.array([[0.5, 0.3, 1.2], [2.0, 0.4, 2.0]])[:, :P]
+    y = jnp.array([1.0, 2.0])
+    for power in (1.0, 0.5):
+        found = moments(likelihood, mean, var, y, jnp.asarray(power))
+        for n in range(2):
+            exact = dense(likelihood, mean[n], var[n], y[n], power, 60 if P == 2 else 40)
+            for ours, theirs in zip(found, exact):
+                assert np.allclose(ours[n], theirs, atol=atol)
+    var = var / 4
+    _, slope, in_var, _ = slopes(likelihood, mean, var, y)[1]
+    for p in range(P):                                             # the identity holds for each function by itself
+        unit = jnp.zeros_like(mean).at[:, p].set(1.0)
+        curvature = slopes(likelihood, mean, var, y, unit)[1][3][:, p]
+        assert np.allclose(2 * in_var[:, p], curvature + slope[:, p] ** 2, atol=2 * atol)
+
+
+def test_moments_of_softmax_are_not_row_sums_of_a_hessian():
+    v = moments(Softmax(3), jnp.zeros((1, 3)), jnp.full((1, 3), 2.0), jnp.zeros(1))[2][0]
+    assert np.all((1.5 < v) & (v < 1.7)) and np.allclose(v, dense(Softmax(3), np.zeros(3), np.full(3, 2.0), 0, 1.0, 40)[2], atol=0.01)
+
+
+def test_moments_of_robust_max_against_draws():
+    rng, likelihood = np.random.default_rng(8), RobustMax(3, epsilon=0.05)
+    mean, var, y = np.array([[0.3, -0.2, 0.9]]), np.array([[0.5, 0.9, 1.2]]), np.array([1])
+    f = mean[0] + np.sqrt(var[0]) * rng.normal(size=(400_000, 3))
+    p = np.exp(np.asarray(likelihood.log_density(f, np.full(len(f), 1))))
+    p /= p.sum()
+    _, m, v = moments(likelihood, jnp.asarray(mean), jnp.asarray(var), jnp.asarray(y))
+    assert np.allclose(m[0], p @ f, atol=0.01) and np.allclose(v[0], p @ (f - p @ f) ** 2, atol=0.02)
+
+
+# an exposure in each row
+
+
+def test_exposures_are_bins_of_their_own():
+    rng, likelihood = np.random.default_rng(9), Poisson(binsize=None)
+    mean, var, exposure = rng.normal(size=5), rng.uniform(0.1, 1, 5), np.array([0.2, 1.0, 3.5, 20.0, 7.0])
+    y = likelihood.check(np.stack([rng.poisson(exposure), exposure], 1))
+    rows = np.array([3, 1, 0, 4, 2])
+    for method in METHODS:
+        together = ask(likelihood, method, mean, var, y)
+        in_bins_of_one = ask(Poisson(), method, mean + np.log(exposure), var, y[:, 0])      # b exp(f) = exp(f + log b)
+        assert together.shape == (5,) and np.allclose(together, in_bins_of_one, rtol=1e-9)
+        assert np.allclose(ask(likelihood, method, mean[rows], var[rows], y[rows]), together[rows])   # they travel with their rows
+    assert np.allclose(likelihood.log_density(jnp.asarray(mean), y), [poisson(m, count, b) for m, (count, b) in zip(mean, y.tolist())])
+    for ours, unit in zip(likelihood.predict_mean_and_var(jnp.asarray(mean), jnp.asarray(var)), Poisson().predict_mean_and_var(mean, var)):
+        assert np.allclose(ours, unit)
+    log_Z, m, v = moments(likelihood, jnp.asarray(mean), jnp.asarray(var), y)
+    exact = np.array([grid_moments(lambda f: poisson(f, *row), *at) for row, at in zip(y.tolist(), zip(mean, var))])
+    assert np.allclose(np.stack([log_Z, m, v], 1), exact, atol=1e-6)
+
+
+@pytest.mark.parametrize("y,words", [
+    ([1.0, 2.0], r"y must have shape \(N, 2\), a count and an exposure in each row .* got shape \(2,\)"),
+    (np.ones((3, 3)), r"got shape \(3, 3\)"), (np.ones((0, 2)), "at least one row"),
+    ([[1.0, 1.0], [0.5, 1.0]], r"y\[:, 0\] must hold counts 0, 1, 2, \.\.\., but 1 of 2 .* y\[1, 0\] = 0.5"),
+    ([[1.0, 0.0]], r"y\[:, 1\] must hold positive exposures, but 1 of 1 .* y\[0, 1\] = 0.0"),
+    ([[1.0, np.nan]], r"y\[0, 1\] = nan"), ([[-1.0, 1.0]], r"y\[0, 0\] = -1.0")])
+def test_exposures_are_checked(y, words):
+    with pytest.raises(ValueError, match=words):
+        Poisson(binsize=None).check(y)
+
+
+def test_shapes_of_what_is_observed():
+    for likelihood in (Gaussian(), Poisson(), Bernoulli()):
+        assert likelihood.observed_shape((7,)) == (7,) and likelihood.observed_shape((7, 2)) == (7, 2)
+    assert Softmax(3).observed_shape((7, 3)) == (7,) and Scaled().observed_shape((7, 2)) == (7,)
+    assert Poisson(binsize=None).observed_shape((7,)) == (7, 2)
+    with pytest.raises(ValueError, match="one latent function"):
+        Poisson(binsize=None).observed_shape((7, 2))
+    assert np.isnan(jax.jit(lambda y: Poisson(None).check(y).sum())(jnp.array([[jnp.nan, 1.0]])))
