@@ -89,8 +89,11 @@ def compiled(
     """`function(module, *arguments)`, compiled, with plain arrays for parameters.
 
     A factorisation that fails raises, as in `gp_thesis.linalg.cholesky`. A program that
-    can raise calls back to Python; it is made only where one that cannot found NaN."""
-    if not fails_with_nan():
+    can raise calls back to Python; with concrete arrays it is made only where one that
+    cannot found NaN."""
+    leaves = jax.tree.leaves((module, arguments))
+    traced = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
+    if not fails_with_nan() and not traced:
         with nan_on_failure():
             result, finite = _compiled(function, module, *arguments)
         if not isinstance(finite, jax.core.Tracer) and finite:
@@ -203,12 +206,17 @@ def check_data(
         raise ValueError(f"X and y must have the same number of rows, got {len(X)} and "
                          f"{len(y)}")
     check_dtypes(X=X, y=y)
-    model.kernel.diag(X), model.mean(X)  # for their own checks: columns, dtypes, domain
-    if latent_shape is None:
+    model.kernel.diag(X)  # for the kernel's own checks: columns, dtypes, domain
+    prior_shape = model.mean(X).shape
+    if latent_shape is None and len(prior_shape) == 1:
         return X, y
+    latent_shape = latent_shape or prior_shape
     if len(X) != latent_shape[0]:
         raise ValueError(f"X must have the {latent_shape[0]} rows that the "
                          f"approximation has parameters for, got {len(X)}")
+    if prior_shape not in (latent_shape, latent_shape[:1]):
+        raise ValueError(f"the mean at X has shape {prior_shape}, which does not fit "
+                         f"latent functions of shape {latent_shape}")
     expected = model.likelihood.observed_shape(latent_shape)
     if y is not None and y.shape != expected:
         raise ValueError(f"y must have shape {expected}, to fit latent functions of "
@@ -263,6 +271,8 @@ class Approximation(eqx.Module):
         `num_data` rows. Raises ValueError for unusable data, and
         `equinox.EquinoxRuntimeError` for a matrix that cannot be factorised."""
         batch = self.check(*batch)
+        if any(array is None for array in batch):
+            raise ValueError(f"{type(self).__name__}.objective needs y: pass X and y")
         weight = _weight(self, len(batch[0]), num_data)
         key = _sample_key(self, key)
         return compiled(type(self).bound, self, *batch, *weight, *key)
@@ -311,7 +321,7 @@ def caution_jitter(model, X):
             f"K + σ²I of size {len(X)} x {len(X)} is singular to rounding with a noise "
             f"variance of {noise:.1g}: at least {least:.1g} was added to its diagonal, "
             "and what is returned belongs to that sum. Raise the noise variance, drop "
-            "duplicated inputs or use float64.", stacklevel=4)
+            "duplicated inputs or use float64.", stacklevel=6)
 
 # %% ../nbs/12_regression.ipynb #c016
 class Exact(Approximation):

@@ -26,7 +26,8 @@ from gp_thesis.kernels import (
     EXACT_COLUMNS, RBF, Constant, Kernel, Sum, White, active_columns, check_ard,
     check_inputs)
 from .linalg import add_diagonal, cholesky, precise
-from .parameters import Parameter, as_float, free, is_parameter, positive, unwrap
+from .parameters import (
+    Parameter, as_float, free, is_parameter, positive, unwrap)
 from .products import Factor, Projection, solve, unexplained
 from .variational import ConditionalPosterior
 
@@ -55,7 +56,7 @@ class InducingVariables(eqx.Module):
 
 # %% ../nbs/22_inducing.ipynb #c009
 def inducing_inputs(Z, name: str = "Z") -> Parameter:
-    """Inducing inputs (M, D) as a free parameter; a parameter, frozen or not, stays as it is.
+    """Inducing inputs (M, D) as a free parameter; a parameter stays as it is.
 
     Raises ValueError for other shapes, NaN and infinity."""
     check_inputs(unwrap(Z), name)
@@ -68,7 +69,7 @@ class InducingPoints(InducingVariables):
 
     def __init__(
         self,
-        Z,  # Inducing inputs, (M, D): where the values are; `freeze` keeps them there during a fit
+        Z,  # Inducing inputs, (M, D); `freeze` keeps them in place during a fit
     ):
         self.Z = inducing_inputs(Z)
 
@@ -116,13 +117,13 @@ def projection(
 
 
 def check_inducing(inducing, X, fewer: bool = True):
-    "ValueError if they do not look at X's columns; a warning if they outnumber its rows."
+    "ValueError if they do not fit X's columns; a warning if they outnumber its rows."
     if X.shape[1] != inducing.num_dims:
         raise ValueError(f"X must have {inducing.num_dims} columns, as the inducing "
                          f"variables have, got shape {X.shape}")
     if fewer and len(inducing) > len(X):
         warnings.warn(f"{len(inducing)} inducing variables for {len(X)} rows: the full "
-                      "process costs less", stacklevel=4)
+                      "process costs less", stacklevel=6)
 
 # %% ../nbs/22_inducing.ipynb #c019
 class InducingPosterior(ConditionalPosterior):
@@ -162,16 +163,18 @@ class Windows(NamedTuple):
     log_scale: Array          # c, (n,), or (1,) for all
 
     def active(self, kernel: Kernel) -> "Windows":
-        "What is left of them when the columns that `kernel` does not look at are integrated over."
+        "The same with the columns that `kernel` does not look at integrated over."
         if kernel.active_dims is None:
             return self
         inside = list(kernel.active_dims)
         outside = [d for d in range(self.centre.shape[1]) if d not in inside]
-        windows = self._replace(centre=active_columns(self.centre, kernel), variance=self.variance[:, inside])
+        centre = active_columns(self.centre, kernel)
+        windows = self._replace(centre=centre, variance=self.variance[:, inside])
         if self.frequency is None:
             return windows
         decay = 0.5 * jnp.sum((self.frequency**2 * self.variance)[:, outside], axis=1)
-        return windows._replace(frequency=self.frequency[:, inside], log_scale=self.log_scale - decay)
+        return windows._replace(frequency=self.frequency[:, inside],
+                                log_scale=self.log_scale - decay)
 
 # %% ../nbs/22_inducing.ipynb #c031
 @jax.custom_jvp
@@ -181,7 +184,9 @@ def weighted_distance(
     weights: Array,  # (n, D), or (1, D) for all
     X: Array,  # (N, D)
 ) -> Array:  # (n, N)
-    "Σ_d c_rd (x_d - t_rd)² for each row r of t and x of X, from exact differences if there are few columns, @eq-weighted-distance."
+    """Σ_d c_rd (x_d - t_rd)² for each row r of t and x of X, @eq-weighted-distance.
+
+    From exact differences if there are few columns."""
     if X.shape[1] > EXACT_COLUMNS:
         return jnp.maximum(_expanded_distance(t, weights, X), 0)
     columns = zip(weights.T[:, :, None], t.T[:, :, None], X.T)
@@ -193,12 +198,14 @@ def _expanded_distance(t, weights, X):
     "The same by one matrix product, which is fast to differentiate."
     centre = jax.lax.stop_gradient(jnp.mean(X, 0))
     t, X, c = t - centre, X - centre, jnp.broadcast_to(weights, t.shape)
-    return jnp.sum(c * t**2, 1)[:, None] + jnp.hstack([c, -2 * c * t]) @ jnp.hstack([X**2, X]).T
+    mixed = jnp.hstack([c, -2 * c * t]) @ jnp.hstack([X**2, X]).T
+    return jnp.sum(c * t**2, 1)[:, None] + mixed
 
 
 @weighted_distance.defjvp
 def _weighted_distance_jvp(primals, tangents):
-    return weighted_distance(*primals), jax.jvp(_expanded_distance, primals, tangents)[1]
+    tangent = jax.jvp(_expanded_distance, primals, tangents)[1]
+    return weighted_distance(*primals), tangent
 
 # %% ../nbs/22_inducing.ipynb #c032
 @precise
@@ -207,19 +214,25 @@ def windows_with_points(
     X: Array,  # (N, D)
     r: Array,  # 1 / ℓ², (D,)
 ) -> Array:  # (n, N)
-    "∫ g(x) exp(-½ Σ_d r_d (x_d - x'_d)²) dx at each row x' of X, @eq-windows-with-points."
+    "∫ g(x) exp(-½ Σ_d r_d (x_d - x'_d)²) dx for each x' of X, @eq-windows-with-points."
     t, v, w, c = windows
     s = 1 + v * r
-    exponent = (c - 0.5 * jnp.sum(jnp.log(s), 1))[:, None] - 0.5 * weighted_distance(t, r / s, X)
+    exponent = (c - 0.5 * jnp.sum(jnp.log(s), 1))[:, None]
+    exponent = exponent - 0.5 * weighted_distance(t, r / s, X)
     if w is None:
         return jnp.exp(exponent)
-    slope, centre = jnp.broadcast_to(w * v * r / s, t.shape), jax.lax.stop_gradient(jnp.mean(X, 0))
+    centre = jax.lax.stop_gradient(jnp.mean(X, 0))
+    slope = jnp.broadcast_to(w * v * r / s, t.shape)
     phase = slope @ (X - centre).T - jnp.sum(slope * (t - centre), 1)[:, None]
-    return jnp.exp(exponent - 0.5 * jnp.sum(w**2 * v / s, 1)[:, None]) * jnp.cos(phase)
+    decay = jnp.sum(w**2 * v / s, 1)[:, None]
+    return jnp.exp(exponent - 0.5 * decay) * jnp.cos(phase)
 
 # %% ../nbs/22_inducing.ipynb #c034
-def windows_with_windows(windows: Windows, r: Array) -> Array:
-    "∫∫ g(x) exp(-½ Σ_d r_d (x_d - x'_d)²) g'(x') dx dx' for each pair of n windows, (n, n), @eq-windows-with-windows."
+def windows_with_windows(
+    windows: Windows,  # n
+    r: Array,  # 1 / ℓ², (D,)
+) -> Array:  # (n, n)
+    "∫∫ g(x) exp(-½ Σ_d r_d (x_d - x'_d)²) g'(x') dx dx', @eq-windows-with-windows."
     t, v, w, c = windows
 
     @jax.checkpoint
@@ -229,7 +242,9 @@ def windows_with_windows(windows: Windows, r: Array) -> Array:
         delta = t[:, None] - t
         terms = [jnp.log(s) + r / s * delta**2]
         for sign in () if w is None else (1, -1):
-            terms.append((w[:, None] ** 2 * v[:, None] + w**2 * v + v[:, None] * v * r * (w[:, None] + sign * w) ** 2) / s)
+            pair = w[:, None] + sign * w
+            decay = w[:, None] ** 2 * v[:, None] + w**2 * v
+            terms.append((decay + v[:, None] * v * r * pair**2) / s)
             terms.append(((w * v)[:, None] - sign * w * v) * r / s * delta)
         return [a + b for a, b in zip(total, terms)], None
 
@@ -239,43 +254,58 @@ def windows_with_windows(windows: Windows, r: Array) -> Array:
     exponent = c[:, None] + c - 0.5 * spread
     if w is None:
         return jnp.exp(exponent)
-    decay, phase, decay2, phase2 = waves
-    return 0.5 * (jnp.exp(exponent - 0.5 * decay) * jnp.cos(phase) + jnp.exp(exponent - 0.5 * decay2) * jnp.cos(phase2))
+    wave = lambda decay, phase: jnp.exp(exponent - 0.5 * decay) * jnp.cos(phase)
+    return 0.5 * (wave(*waves[:2]) + wave(*waves[2:]))
 
 # %% ../nbs/22_inducing.ipynb #c036
 MOST_NODES = 1000  # of a quadrature rule for one window
 
 
 def _nodes(windows: Windows, points: int) -> tuple[Array, Array]:
-    "Windows as sums over Q function values, @eq-window-nodes: inputs (Q, n, D) and weights (Q, n)."
+    "Inputs (Q, n, D) and weights (Q, n) of @eq-window-nodes."
     t, v, w, c = windows
     D = t.shape[1]
     if points**D > MOST_NODES:
-        raise ValueError(f"points must be at most {int(MOST_NODES ** (1 / D) + 1e-9)} for a kernel on {D} columns that has "
-                         f"no closed form, to keep points**{D} within {MOST_NODES}, got {points}")
+        most = int(MOST_NODES ** (1 / D) + 1e-9)
+        raise ValueError(f"points must be at most {most} for a kernel on {D} columns "
+                         f"that has no closed form, to keep points**{D} within "
+                         f"{MOST_NODES}, got {points}")
     nodes, masses = standard_normal_rule(points)
-    steps = jnp.sqrt(v) * jnp.asarray(np.array(list(product(nodes, repeat=D))), t.dtype)[:, None]
-    weights = jnp.exp(c) * jnp.asarray(np.array(list(product(masses, repeat=D))).prod(axis=1), t.dtype)[:, None]
-    weights = weights if w is None else weights * jnp.cos(jnp.sum(w * steps, axis=2))
+    grid = lambda values: np.array(list(product(values, repeat=D)))  # (Q, D)
+    steps = jnp.sqrt(v) * jnp.asarray(grid(nodes), t.dtype)[:, None]
+    masses = jnp.asarray(grid(masses).prod(axis=1), t.dtype)
+    weights = jnp.exp(c) * masses[:, None]
+    if w is not None:
+        weights = weights * jnp.cos(jnp.sum(w * steps, axis=2))
     return t + steps, jnp.broadcast_to(weights, (len(steps), len(t)))
 
-
+# %% ../nbs/22_inducing.ipynb #c036a
 @precise
-def by_quadrature(kernel: Kernel, windows: Windows, X: Array | None, points: int) -> Array:
-    "Covariances (n, N) or (n, n) of the sums of @eq-window-nodes under any kernel, with f(X) or with each other."
+def by_quadrature(
+    kernel: Kernel,  # Any, unwrapped
+    windows: Windows,  # n
+    X: Array | None,  # (N, D)
+    points: int,  # Nodes in each dimension
+) -> Array:  # (n, N), or (n, n) if X is None
+    "Covariances of the sums @eq-window-nodes with f(X), or with each other."
     nodes, weights = _nodes(windows, points)
-    X2, weights2 = (X[None], jnp.ones((1, len(X)), X.dtype)) if X is not None else (nodes, weights)
-    flat = X2.reshape(-1, X2.shape[2])
-    variances = kernel.variances(nodes.reshape(-1, X2.shape[2]))  # and the kernel's own checks
+    X2, weights2 = nodes, weights
+    if X is not None:
+        X2, weights2 = X[None], jnp.ones((1, len(X)), X.dtype)
+    flat = lambda inputs: inputs.reshape(-1, inputs.shape[2])
+    variances = kernel.variances(flat(nodes))  # and the kernel's own checks
 
     @jax.checkpoint
     def add(total, node):
         x, weight = node
-        K = kernel.covariance(x, flat).reshape(len(x), *weights2.shape)
+        K = kernel.covariance(x, flat(X2)).reshape(len(x), *weights2.shape)
         return total + weight[:, None] * jnp.einsum("iqj,qj->ij", K, weights2), None
 
-    K, _ = jax.lax.scan(add, jnp.zeros((nodes.shape[1], X2.shape[1]), nodes.dtype), (nodes, weights))
-    return K if X is not None else add_diagonal(K, jnp.finfo(K.dtype).eps * jnp.mean(variances))
+    zeros = jnp.zeros((nodes.shape[1], X2.shape[1]), nodes.dtype)
+    K, _ = jax.lax.scan(add, zeros, (nodes, weights))
+    if X is not None:
+        return K
+    return add_diagonal(K, jnp.finfo(K.dtype).eps * jnp.mean(variances))
 
 # %% ../nbs/22_inducing.ipynb #c037
 def window_covariance(
@@ -285,13 +315,17 @@ def window_covariance(
     points: int,  # Nodes in each dimension, for kernels without a closed form
 ) -> Array:  # (n, N), or (n, n) if X is None
     "Covariances of the integrals ∫ g(x) f(x) dx with f(X), or with each other."
-    windows, X = windows.active(kernel), None if X is None else active_columns(X, kernel)
-    integrate = lambda r: windows_with_windows(windows, r) if X is None else windows_with_points(windows, X, r)
-    D, dtype = windows.centre.shape[1], windows.centre.dtype
+    windows = windows.active(kernel)
+    X = None if X is None else active_columns(X, kernel)
+    n, D = windows.centre.shape
+    dtype = windows.centre.dtype
+    integrate = lambda r: (windows_with_windows(windows, r) if X is None
+                           else windows_with_points(windows, X, r))
     if type(kernel) is Sum:
-        return reduce(jnp.add, (window_covariance(part, windows, X, points) for part in kernel.kernels))
+        parts = (window_covariance(k, windows, X, points) for k in kernel.kernels)
+        return reduce(jnp.add, parts)
     if type(kernel) is White:
-        return jnp.zeros((len(windows.centre), len(windows.centre if X is None else X)), dtype)
+        return jnp.zeros((n, n if X is None else len(X)), dtype)
     if type(kernel) is Constant:
         return kernel.variance * integrate(jnp.zeros(D, dtype))
     if type(kernel) is RBF:
@@ -301,12 +335,15 @@ def window_covariance(
 
 # %% ../nbs/22_inducing.ipynb #c039
 def _per_window(make, value, Z: Array, name: str) -> Parameter:
-    "`value` as a parameter in the dtype of Z (M, D), if it is a number, (D,) or (M, D)."
-    parameter = make(value if is_parameter(value) else as_float(value, name).astype(Z.dtype), name=name)
+    "A number, (D,) or (M, D) as a parameter in the dtype of Z (M, D); else ValueError."
+    if not is_parameter(value):
+        value = as_float(value, name).astype(Z.dtype)
+    parameter = make(value, name=name)
     shape, accepted = jnp.shape(unwrap(parameter)), ((), Z.shape[1:], Z.shape)
     if shape not in accepted:
-        raise ValueError(f"{name} must be one number, one for each column, {accepted[1]}, or one for each inducing variable "
-                         f"and column, {accepted[2]}, got shape {shape}")
+        raise ValueError(f"{name} must be one number, one for each column, "
+                         f"{accepted[1]}, or one for each inducing variable and "
+                         f"column, {accepted[2]}, got shape {shape}")
     return parameter
 
 
@@ -316,9 +353,10 @@ def _one_row_or_all(value, Z):
 
 # %% ../nbs/22_inducing.ipynb #c040
 class GaussianWindow(InducingVariables):
-    """Blurred function values: u_r = ∫ N(x | z_r, diag(b²)) (f(x) - m(x)) dx, @eq-gaussian-window. [@figueiras2009interdomain]
+    """Blurred function values, u_r = ∫ N(x | z_r, diag(b²)) (f(x) - m(x)) dx.
 
-    Raises ValueError for widths that are not positive or fit neither the columns nor Z."""
+    @eq-gaussian-window [@figueiras2009interdomain]. Raises ValueError for widths that
+    are not positive or fit neither the columns nor Z."""
     Z: Parameter
     width: Parameter
     points: int = eqx.field(static=True)
@@ -326,8 +364,8 @@ class GaussianWindow(InducingVariables):
     def __init__(
         self,
         Z,  # Centres of the windows, (M, D)
-        width=1.0,  # Standard deviation b of a window: a number, (D,), or (M, D), in units of the inputs
-        points: int = 20,  # Nodes in each dimension, for kernels whose integrals have no closed form here
+        width=1.0,  # Standard deviation b of a window: a number, (D,), or (M, D)
+        points: int = 20,  # Nodes in each dimension, for kernels without a closed form
     ):
         self.Z, self.points = inducing_inputs(Z), points
         self.width = _per_window(positive, width, unwrap(self.Z), "width")
@@ -343,7 +381,8 @@ class GaussianWindow(InducingVariables):
     @property
     def windows(self) -> Windows:
         "The weight functions; `unwrap` has been called."
-        return Windows(self.Z, _one_row_or_all(self.width, self.Z) ** 2, None, jnp.zeros(1, self.Z.dtype))
+        variance = _one_row_or_all(self.width, self.Z) ** 2
+        return Windows(self.Z, variance, None, jnp.zeros(1, self.Z.dtype))
 
     def covariance(self, kernel):
         return window_covariance(kernel, self.windows, None, self.points)
@@ -353,21 +392,23 @@ class GaussianWindow(InducingVariables):
 
 # %% ../nbs/22_inducing.ipynb #c041
 class Wavelet(GaussianWindow):
-    """Windowed waves: u_r = ∫ cos(ω·(x - z_r)) N(x | z_r, diag(b²)) (f(x) - m(x)) dx, @eq-wavelet. [@figueiras2009interdomain]
+    """Windowed waves, u_r = ∫ cos(ω·(x - z_r)) N(x | z_r, diag(b²)) (f(x) - m(x)) dx.
 
-    Raises ValueError as `GaussianWindow` does, and for frequencies that are not finite or do not fit."""
+    @eq-wavelet [@figueiras2009interdomain]. Raises ValueError as `GaussianWindow` does,
+    and for frequencies that are not finite or do not fit."""
     frequency: Parameter
 
     def __init__(
         self,
         Z,  # Centres of the wavelets, (M, D)
-        width=1.0,  # Standard deviation b of the envelope: a number, (D,), or (M, D), in units of the inputs
-        frequency=1.0,  # Angular frequency ω: a number, (D,), or (M, D), in radians for each unit of the inputs
-        points: int = 20,  # Nodes in each dimension, for kernels whose integrals have no closed form here
+        width=1.0,  # Standard deviation b of the envelope: a number, (D,), or (M, D)
+        frequency=1.0,  # ω in radians for each unit of an input: a number, (D,), (M, D)
+        points: int = 20,  # Nodes in each dimension, for kernels without a closed form
     ):
         super().__init__(Z, width, points)
         self.frequency = _per_window(free, frequency, unwrap(self.Z), "frequency")
 
     @property
     def windows(self):
-        return super().windows._replace(frequency=_one_row_or_all(self.frequency, self.Z))
+        frequency = _one_row_or_all(self.frequency, self.Z)
+        return super().windows._replace(frequency=frequency)

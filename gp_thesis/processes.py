@@ -18,53 +18,61 @@ from .variational import ConditionalPosterior
 
 # %% ../nbs/21_kl_processes.ipynb #c016
 def _check_pair(q, exact):
-    "ValueError unless q approximates `exact`: the same model, columns of inputs and outputs."
-    for name, value, kind in (("q", q, ConditionalPosterior), ("exact", exact, ExactPosterior)):
+    "ValueError unless q approximates `exact`: model, columns of inputs and outputs."
+    kinds = ("q", q, ConditionalPosterior), ("exact", exact, ExactPosterior)
+    for name, value, kind in kinds:
         if not isinstance(value, kind):
-            raise ValueError(f"{name} must be of type {kind.__name__}, got {type(value).__name__}")
+            raise ValueError(f"{name} must be of type {kind.__name__}, "
+                             f"got {type(value).__name__}")
     show = lambda model: eqx.tree_pformat(model, short_arrays=False)
     same = eqx.tree_equal(q.model, exact.model, rtol=1e-5, atol=0.0)
     if not isinstance(same, jax.core.Tracer) and not same:
-        raise ValueError("q and exact must have the same model with the same hyperparameters in the same "
-                         f"dtype, got {show(q.model)} and {show(exact.model)}")
+        raise ValueError("q and exact must have the same model with the same "
+                         "hyperparameters in the same dtype, "
+                         f"got {show(q.model)} and {show(exact.model)}")
     if q.num_dims != exact.num_dims:
         raise ValueError("q and exact must have the same number of input columns, "
                          f"got {q.num_dims} and {exact.num_dims}")
     M, outputs = len(q.m), exact.alpha.shape[1:]
-    accepted = {"m": {(M, *outputs)}, "L": {(M, M)}, "S_factor": {(M, M), (*outputs, M, M)}}
+    accepted = {"m": {(M, *outputs)}, "L": {(M, M)},
+                "S_factor": {(M, M), (*outputs, M, M)}}
     for name, shapes in accepted.items():
-        shape = getattr(q, name).shape
-        if shape not in shapes:
-            raise ValueError(f"q.{name} must have shape {' or '.join(map(str, sorted(shapes, key=len)))} "
-                             f"for M = {M} inducing variables and the outputs of exact, got {shape}")
+        if (shape := getattr(q, name).shape) not in shapes:
+            expected = " or ".join(map(str, sorted(shapes, key=len)))
+            raise ValueError(f"q.{name} must have shape {expected} for M = {M} inducing "
+                             f"variables and the outputs of exact, got {shape}")
 
 # %% ../nbs/21_kl_processes.ipynb #c017
 def _inducing(q):
-    "Means of v under q, (P, M), and lower factors of its covariances, (P, M, M), from any square roots."
-    M, transposed = len(q.m), jnp.swapaxes(q.S_factor, -1, -2)
-    m, lower = q.m.reshape(M, -1).T, jnp.swapaxes(jnp.linalg.qr(transposed, mode="r"), -1, -2)
-    return m, jnp.broadcast_to(lower, (len(m), M, M))
+    "Means of v under q, (P, M), and lower factors of its covariances, (P, M, M)."
+    m, transposed = q.m.reshape(len(q.m), -1).T, jnp.swapaxes(q.S_factor, -1, -2)
+    # Any square root will do for S_factor; its transpose is an orthogonal matrix
+    # times an upper triangle.
+    lower = jnp.swapaxes(jnp.linalg.qr(transposed, mode="r"), -1, -2)
+    return m, jnp.broadcast_to(lower, (len(m), *lower.shape[-2:]))
 
 
 @eqx.filter_jit
 @precise
 def _kl_to_posterior(q, exact):
-    X, likelihood = exact.X, exact.model.likelihood
-    B = exact.L.T @ exact.alpha                                     # L⁻¹ (y - m(X))
-    y = ((exact.L @ B).T + exact.model.mean.evaluate(X)).T
-    kl = jnp.sum(jax.vmap(kl_from_cholesky)(*_inducing(q)))         # KL[Q_Z || P_Z]
+    X, likelihood, L = exact.X, exact.model.likelihood, exact.L
+    B = L.T @ exact.alpha  # L⁻¹ (y - m(X))
+    y = ((L @ B).T + exact.model.mean.evaluate(X)).T
+    kl = jnp.sum(jax.vmap(kl_from_cholesky)(*_inducing(q)))  # KL[Q_Z || P_Z]
     expected = likelihood.variational_expectations(*q.latent_marginals(X), y)
-    volume = y.size // len(y) * log_determinant(exact.L) + y.size * jnp.log(2 * jnp.pi)
-    return kl - jnp.sum(expected) - 0.5 * (jnp.sum(B**2) + volume)           # @eq-kl-process
+    volume = y.size // len(y) * log_determinant(L) + y.size * jnp.log(2 * jnp.pi)
+    evidence = -0.5 * (jnp.sum(B**2) + volume)
+    return kl - jnp.sum(expected) + evidence  # @eq-kl-process
 
 
 def kl_to_posterior(
     q: ConditionalPosterior,  # The approximation, for any inducing variables
     exact: ExactPosterior,  # The posterior of exact regression, of the same model
 ) -> Float[Array, ""]:  # Nats, summed over the outputs
-    """KL[Q || P̂] between the processes, @eq-kl-process: infinite if cov[u] is singular under q.
+    """KL[Q || P̂] of processes, @eq-kl-process: infinite if q makes cov[u] singular.
 
-    Takes O(N² + N M²) time and inverts no covariance of f. Raises ValueError if the two do not fit each other."""
+    Takes O(N² + N M²) time and inverts no covariance of f. Raises ValueError if the
+    two do not fit each other."""
     _check_pair(q, exact)
     return _kl_to_posterior(q, exact)
 
@@ -74,26 +82,29 @@ def kl_to_posterior(
 def _kl_from_posterior(q, exact):
     N, M, noise = len(exact.X), len(q.m), exact.model.likelihood.variance
     m, S_factors = _inducing(q)
-    explained = N - noise * jnp.sum(inverses(exact.L)[2])           # tr K Σ⁻¹
-    per_output = log_determinant(exact.L) - N * jnp.log(noise) - explained
-    quadratic = jnp.sum((exact.L.T @ exact.alpha) ** 2) - noise * jnp.sum(exact.alpha**2)  # αᵀ K α
-    kl_prior = 0.5 * (len(m) * per_output + quadratic)              # @eq-kl-posterior-prior
+    L, alpha = exact.L, exact.alpha
+    explained = N - noise * jnp.sum(inverses(L)[2])                   # tr K Σ⁻¹
+    per_output = log_determinant(L) - N * jnp.log(noise) - explained
+    quadratic = jnp.sum((L.T @ alpha) ** 2) - noise * jnp.sum(alpha**2)  # αᵀ K α
+    kl_prior = 0.5 * (len(m) * per_output + quadratic)  # @eq-kl-posterior-prior
     A = solve_lower(q.L, q.cross_covariance(exact.X))
-    W = solve_lower(exact.L, A.T)
-    mu = (A @ exact.alpha).reshape(M, -1).T                         # @eq-whitened-posterior
+    W = solve_lower(L, A.T)
+    mu = (A @ alpha).reshape(M, -1).T  # @eq-whitened-posterior
     factor = cholesky(-W.T @ W, "cov[v | y]", 1.0)
-    divergence = jax.vmap(kl_from_cholesky, (0, None, 0))
-    gain = divergence(mu - m, factor, S_factors) - jax.vmap(kl_from_cholesky, (0, None))(mu, factor)
+    error = jax.vmap(kl_from_cholesky, (0, None, 0))(mu - m, factor, S_factors)
+    at_Z = jax.vmap(kl_from_cholesky, (0, None))(mu, factor)
     singular = jnp.any(jnp.diagonal(S_factors, axis1=-2, axis2=-1) == 0)
-    return jnp.where(singular, jnp.inf, kl_prior + jnp.sum(gain))   # @eq-kl-reverse
+    finite = kl_prior + jnp.sum(error - at_Z)  # @eq-kl-reverse
+    return jnp.where(singular, jnp.inf, finite)
 
 
 def kl_from_posterior(
     q: ConditionalPosterior,  # The approximation, for any inducing variables
     exact: ExactPosterior,  # The posterior of exact regression, of the same model
 ) -> Float[Array, ""]:  # Nats, summed over the outputs
-    """KL[P̂ || Q] between the processes, @eq-kl-reverse: infinite if cov[u] is singular under q.
+    """KL[P̂ || Q] of processes, @eq-kl-reverse: infinite if q makes cov[u] singular.
 
-    Takes O(N³) time and inverts no covariance of f. Raises ValueError if the two do not fit each other."""
+    Takes O(N³) time and inverts no covariance of f. Raises ValueError if the two do
+    not fit each other."""
     _check_pair(q, exact)
     return _kl_from_posterior(q, exact)
