@@ -258,8 +258,9 @@ def _inverses(L, D, size):
     L2_inv, S, d2 = _inverses(L[n:, n:], D[half:], size)
     W = L[n:, :n] @ L1_inv
     P = S @ W
-    L_inv = blocks(L1_inv, jnp.zeros_like(W.T), -L2_inv @ W, L2_inv)  # @eq-block-inverse
-    K_inv = blocks(K1_inv + W.T @ P, -P.T, -P, S)  # @eq-block-inverse-spd
+    # @eq-block-inverse and @eq-block-inverse-spd
+    L_inv = blocks(L1_inv, jnp.zeros_like(W.T), -L2_inv @ W, L2_inv)
+    K_inv = blocks(K1_inv + W.T @ P, -P.T, -P, S)
     return L_inv, K_inv, jnp.concatenate([d1 + jnp.sum(W * P, axis=0), d2])
 
 # %% ../nbs/02_linalg.ipynb #c023

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.stats
-from jax.test_util import check_grads
+from jax.flatten_util import ravel_pytree
 
 from gp_thesis.linalg import (JITTER, add_diagonal, cholesky, cholesky_reverse_blocked, cholesky_reverse_unblocked,
                               fails_with_nan, inverse_lower, inverses, log_density, nan_on_failure,
@@ -23,6 +23,34 @@ def symmetric(K):
     return 0.5 * (K + K.T)
 
 
+compiled_cholesky = eqx.filter_jit(cholesky)
+
+
+def check_derivatives(function, *arguments, order=2):
+    "First and second derivatives along two directions, in both modes, against central differences: one program."
+    flat, unravel = ravel_pytree(arguments)
+    scalar = lambda flat: function(*unravel(flat))
+    directions, step = jnp.asarray(rng.normal(size=(2, len(flat)))) / np.sqrt(len(flat)), 1e-4
+    shifts = step * jnp.concatenate([directions, -directions])
+
+    @jax.jit
+    def everything(flat):
+        values, slopes = jax.lax.map(jax.value_and_grad(scalar), flat + shifts)
+        found = {"reverse": directions @ jax.grad(scalar)(flat),
+                 "forward": jax.lax.map(lambda d: jax.jvp(scalar, (flat,), (d,))[1], directions)}
+        along = {"forward over reverse": jax.lax.map(lambda d: jax.jvp(jax.grad(scalar), (flat,), (d,))[1], directions),
+                 "reverse over reverse": jax.lax.map(lambda d: jax.grad(lambda v: jax.grad(scalar)(v) @ d)(flat), directions),
+                 } if order == 2 else {}
+        return values, slopes, found, along
+
+    values, slopes, found, along = everything(flat)
+    for mode, ours in found.items():
+        assert np.allclose(ours, (values[:2] - values[2:]) / (2 * step), rtol=1e-5, atol=1e-6), mode
+    differences = (slopes[:2] - slopes[2:]) / (2 * step)
+    for mode, ours in along.items():
+        assert np.allclose(ours, differences, rtol=1e-5, atol=1e-6 * max(1, np.abs(differences).max())), mode
+
+
 @pytest.mark.parametrize("dtype, tolerance", [("float64", 1e-13), ("float32", 1e-5)])
 def test_cholesky_adds_no_jitter_where_none_is_needed(dtype, tolerance):
     K = spd(40, dtype=dtype)
@@ -35,15 +63,16 @@ def test_cholesky_adds_no_jitter_where_none_is_needed(dtype, tolerance):
 def test_jitter_is_relative_and_small(dtype, scale):
     x = jnp.linspace(0, 1, 200, dtype=dtype)
     K = jnp.asarray(scale, dtype) * jnp.exp(-0.5 * (x[:, None] - x) ** 2)
-    L = np.asarray(eqx.filter_jit(cholesky)(K), float)
+    L = np.asarray(compiled_cholesky(K), float)
     assert np.isfinite(L).all()
     assert np.abs(L @ L.T - np.asarray(K, float)).max() <= 1.1 * scale * JITTER[dtype][-1]
 
 
-@pytest.mark.parametrize("broken", [-np.eye(3), np.full((3, 3), np.nan), np.diag([1.0, np.inf, 1.0]), np.array([[1.0, 2], [2, 1]])])
+@pytest.mark.parametrize("broken", [-np.eye(3), np.full((3, 3), np.nan), np.diag([1.0, np.inf, 1.0]),
+                                    np.array([[1.0, 2, 0], [2, 1, 0], [0, 0, 1]])])
 def test_hopeless_matrices_raise_with_their_name(broken):
     with pytest.raises(Exception, match=r"K_uu of size \d x \d \(float64\) is not positive definite"):
-        jax.block_until_ready(eqx.filter_jit(cholesky)(jnp.asarray(broken), "K_uu"))
+        jax.block_until_ready(compiled_cholesky(jnp.asarray(broken), "K_uu"))
 
 
 def test_failure_inside_a_gradient_raises_too():
@@ -52,7 +81,7 @@ def test_failure_inside_a_gradient_raises_too():
 
 
 def test_cholesky_derivatives():
-    check_grads(lambda K: jnp.sum(jnp.sin(cholesky(symmetric(K)))), (spd(6),), order=2, modes=("fwd", "rev"), rtol=1e-5, atol=1e-5)
+    check_derivatives(lambda K: jnp.sum(jnp.sin(cholesky(symmetric(K)))), spd(6))
 
 
 def test_cholesky_under_vmap_mixes_good_and_singular():
@@ -61,7 +90,7 @@ def test_cholesky_under_vmap_mixes_good_and_singular():
     assert jnp.allclose(L[0], cholesky(K[0])) and jnp.allclose(L[1], cholesky(K[1]))
 
 
-@pytest.mark.parametrize("n, block", [(1, None), (5, 2), (127, None), (128, None), (129, None), (300, 64), (513, 128)])
+@pytest.mark.parametrize("n, block", [(1, None), (5, 2), (129, None), (300, 64)])
 def test_inverses(n, block):
     K = spd(n)
     L_inv, K_inv, diagonal = inverses(cholesky(K), block)
@@ -77,7 +106,7 @@ def test_inverse_of_an_ill_conditioned_matrix_is_as_accurate_as_its_condition_nu
     assert np.abs(ours - lapack).max() < 10 * np.finfo(float).eps * np.linalg.cond(K) * np.abs(lapack).max()
 
 
-@pytest.mark.parametrize("n, P", [(1, 1), (7, 1), (7, 3), (150, 2)])
+@pytest.mark.parametrize("n, P", [(1, 1), (7, 3), (150, 2)])
 def test_log_density_against_scipy(n, P):
     K, Y, m = spd(n), rng.normal(size=(n, P)), rng.normal(size=n)
     want = sum(scipy.stats.multivariate_normal.logpdf(Y[:, p], m, K) for p in range(P))
@@ -85,11 +114,10 @@ def test_log_density_against_scipy(n, P):
     assert np.isclose(log_density(jnp.asarray(Y[:, 0]), m, K), scipy.stats.multivariate_normal.logpdf(Y[:, 0], m, K), rtol=1e-11)
 
 
-@pytest.mark.parametrize("n, P", [(1, 1), (6, 1), (6, 2), (140, 1)])
+@pytest.mark.parametrize("n, P", [(1, 1), (6, 2), (140, 1)])
 def test_log_density_derivatives(n, P):
     arguments = jnp.asarray(rng.normal(size=(n, P))), jnp.asarray(rng.normal(size=n)), spd(n, floor=1.0)
-    check_grads(lambda Y, m, K: log_density(Y, m, symmetric(K)), arguments, order=1 if n > 10 else 2,
-                modes=("fwd", "rev"), rtol=1e-4, atol=1e-4)
+    check_derivatives(lambda Y, m, K: log_density(Y, m, symmetric(K)), *arguments, order=1 if n > 10 else 2)
 
 
 @pytest.mark.parametrize("d", [0.7, np.linspace(0.2, 2.0, 6)])
@@ -98,9 +126,8 @@ def test_a_diagonal_given_apart_is_one_added_before(d):
     whole = K + jnp.diag(jnp.broadcast_to(d, 6))
     assert jnp.allclose(cholesky(K, diagonal=d), jnp.linalg.cholesky(whole), atol=1e-13)
     assert np.isclose(log_density(Y, 0.0, K, diagonal=d), log_density(Y, 0.0, whole), rtol=1e-13)
-    for function in (lambda K, d: log_density(Y, 0.0, symmetric(K), diagonal=d),
-                     lambda K, d: jnp.sum(jnp.sin(cholesky(symmetric(K), diagonal=d)))):
-        check_grads(function, (K, d), order=2, modes=("fwd", "rev"), rtol=1e-4, atol=1e-4)
+    check_derivatives(lambda K, d: log_density(Y, 0.0, symmetric(K), diagonal=d)
+                      + jnp.sum(jnp.sin(cholesky(symmetric(K), diagonal=d))), K, d)
 
 
 def test_gradient_in_float32():
@@ -118,17 +145,19 @@ def test_low_rank_identities(columns):
     dense = np.diag(d) + U @ U.T
     assert np.allclose(woodbury_solve(d, U, B), np.linalg.solve(dense, B))
     assert np.isclose(low_rank_log_determinant(d, U), np.linalg.slogdet(dense)[1])
-    check_grads(lambda d, U: jnp.sum(jnp.sin(woodbury_solve(d, U, B))) + low_rank_log_determinant(d, U), (d, U), order=1, modes=("fwd", "rev"), rtol=1e-4)
+    function = lambda d, U: jnp.sum(jnp.sin(woodbury_solve(d, U, B))) + low_rank_log_determinant(d, U)
+    check_derivatives(function, d, U, order=1)
 
 
-@pytest.mark.parametrize("n, block", [(1, 4), (6, 4), (9, 4), (64, 64), (70, 64)])
+@pytest.mark.parametrize("n, block", [(4, 4), (9, 4), (70, 64)])
 def test_reverse_mode_cholesky(n, block):
     K, L_bar = spd(n), jnp.asarray(rng.normal(size=(n, n)))
     L, pullback = jax.vjp(lambda K: jnp.linalg.cholesky(K), K)  # JAX's own derivation
     (full,) = pullback(jnp.tril(L_bar))
     want = jnp.tril(full + full.T) - jnp.diag(jnp.diag(full))
     assert jnp.allclose(cholesky_reverse_unblocked(L, L_bar), want, atol=1e-9)
-    assert jnp.allclose(cholesky_reverse_blocked(L, L_bar, block), want, atol=1e-9)
+    blocked = jax.jit(cholesky_reverse_blocked, static_argnums=2)
+    assert jnp.allclose(blocked(L, L_bar, block), want, atol=1e-9)
 
 
 def test_small_helpers():
@@ -161,4 +190,4 @@ def test_a_program_compiled_for_nan_is_not_reused_for_errors():
 
 def test_second_derivatives_through_inverses():
     function = lambda L: jnp.sum(jnp.sin(inverses(jnp.tril(L))[1])) + jnp.sum(inverse_lower(jnp.tril(L)) ** 2)
-    check_grads(function, (jnp.linalg.cholesky(spd(5, floor=1.0)),), order=2, modes=("fwd", "rev"), rtol=1e-4, atol=1e-4)
+    check_derivatives(function, jnp.linalg.cholesky(spd(5, floor=1.0)))

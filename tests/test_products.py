@@ -1,0 +1,208 @@
+"Products: each form that saves work against the plain one, in value and in derivatives to second order by every combination of modes."
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.flatten_util import ravel_pytree
+
+from gp_thesis import products
+from gp_thesis.products import (at_optimum, gram, in_one_chunk, log_normaliser, move_factor, over_rows, project,
+                                quadratic_forms, solution, solve, squares, still_gram, training_marginals, unexplained,
+                                with_inverse)
+
+rng = np.random.default_rng(0)
+M, N = 3, 4
+normal = lambda *shape: jnp.asarray(rng.normal(size=shape))
+L = jnp.eye(M) + 0.3 * normal(M, M)
+Kuf, m, R = 0.5 * normal(M, N), normal(M), normal(M, M)
+OTHER_WAYS = (lambda f: jax.jacrev(jax.grad(f)), lambda f: jax.jacrev(jax.jacfwd(f)), lambda f: jax.jacfwd(jax.jacfwd(f)))
+
+
+def same_to_second_order(ours, plain, *args):
+    "Values, gradients and second derivatives in each order of modes of `ours`, against autodiff of `plain`: one program."
+    flat, unravel = ravel_pytree(args)
+
+    def scalar(function):  # bent, so that second derivatives of every output count
+        def at(flat):
+            outputs = ravel_pytree(function(*unravel(flat)))[0]
+            return jnp.sum(jnp.sin(outputs + jnp.arange(len(outputs))))
+        return at
+
+    @jax.jit
+    def everything(flat):
+        mine, other = scalar(ours), scalar(plain)
+        second = [jax.hessian(mine), *(way(mine) for way in OTHER_WAYS)]
+        return ((ravel_pytree(ours(*unravel(flat)))[0], jax.grad(mine)(flat), jax.jacfwd(mine)(flat), [h(flat) for h in second]),
+                (ravel_pytree(plain(*unravel(flat)))[0], jax.grad(other)(flat), jax.hessian(other)(flat)))
+
+    (value, reverse, forward, second), (known, gradient, hessian) = everything(flat)
+    assert np.abs(gradient).max() > 0.01 and np.abs(hessian).max() > 0.01  # there is something to be right about
+    assert np.allclose(value, known, rtol=1e-11, atol=1e-11)
+    for ours, theirs in [(reverse, gradient), (forward, gradient), *((h, hessian) for h in second)]:
+        assert np.allclose(ours, theirs, rtol=1e-8, atol=1e-9 * np.abs(theirs).max())
+
+
+def substitution(L, Kuf):
+    return jax.scipy.linalg.solve_triangular(jnp.tril(L), Kuf, lower=True)
+
+
+def factor(L):
+    return with_inverse(jnp.tril(L))
+
+
+def plain_project(L, Kuf):
+    A = substitution(L, Kuf)
+    return A, 9.0 - jnp.sum(A**2, axis=0)
+
+
+def plain_normaliser(G, b):
+    B = jnp.eye(M) + G @ G.T
+    return 0.5 * (jnp.sum(b * jnp.linalg.solve(B, b)) - b[0].size * jnp.linalg.slogdet(B)[1])
+
+
+def plain_forms(L, Kuf, m, R):
+    A = substitution(L, Kuf)
+    return A.T @ m, jnp.diag(A.T @ (R @ R.T - jnp.eye(M)) @ A)
+
+
+def plain_marginals(L, Kuf, variances, m, R):
+    A, columns = substitution(L, Kuf), m.reshape(M, -1)
+    S = jnp.einsum("...ij,...kj->...ik", R, R).reshape(-1, M, M)
+    variance = variances + jnp.einsum("in,pij,jn->pn", A, S - jnp.eye(M), A)
+    return (A.T @ columns).reshape(N, *m.shape[1:]), variance.T.reshape(N, *m.shape[1:])
+
+
+CASES = {
+    "project": (lambda L, K: tuple(project(jnp.tril(L), K, jnp.full(N, 9.0))), plain_project, L, Kuf),
+    "with_inverse": (lambda L: factor(L).inverse, lambda L: substitution(L, jnp.eye(M)), L),
+    "solve": (lambda L, K: solve(factor(L), K), substitution, L, Kuf),
+    "solve, a product alone": (lambda L, K: solve(factor(L), K, False), substitution, L, Kuf),
+    "gram": (gram, lambda A: A @ A.T, Kuf),
+    "log_normaliser": (lambda G, b: log_normaliser(G @ G.T, b), plain_normaliser, R, m),
+    "log_normaliser, columns": (lambda G, b: log_normaliser(G @ G.T, b), plain_normaliser, R, normal(M, 2)),
+    "quadratic_forms": (lambda L, *rest: quadratic_forms(factor(L), *rest), plain_forms, L, Kuf, m, R),
+    "training_marginals": (lambda L, *rest: training_marginals(factor(L), *rest), plain_marginals,
+                           L, Kuf, jnp.full(N, 9.0), m, R),
+    "training_marginals, columns": (lambda L, K, v, m, R: training_marginals(factor(L), K, v, m, jnp.tril(R)),
+                                    lambda L, K, v, m, R: plain_marginals(L, K, v, m, jnp.tril(R)),
+                                    L, Kuf, jnp.full(N, 9.0), normal(M, 2), normal(2, M, M)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_the_plain_form_to_second_order(case):
+    same_to_second_order(*CASES[case])
+
+
+@pytest.mark.parametrize("panel", [2, 3, 100])
+def test_squares_leave_out_nothing_but_zeros(panel, monkeypatch):
+    monkeypatch.setattr(products, "PANEL", panel)
+    same_to_second_order(lambda R, A: squares(jnp.tril(R), A), lambda R, A: jnp.sum((jnp.tril(R).mT @ A) ** 2, axis=1),
+                         normal(2, 5, 5), normal(5, 2))
+
+
+def test_variances_are_cut_off_where_rounding_makes_them_negative():
+    A = jnp.array([[1.0, 2.0], [0.0, 0.5]])
+    assert jnp.array_equal(unexplained(jnp.array([1.0 - 1e-9, 5.0]), A), jnp.array([0.0, 0.75]))
+    still = jnp.zeros((2, 2))                            # a point mass for q, and inducing values that tell all
+    _, var = training_marginals(with_inverse(jnp.eye(2)), A, jnp.sum(A**2, axis=0), jnp.ones(2), still)
+    assert (var > 0).all() and (var < 1e-14).all()
+
+
+def test_a_correction_mends_a_product_with_the_inverse_of_a_nearly_singular_triangle():
+    x = jnp.linspace(0, 5, 40)[:, None]
+    K = lambda a, b: jnp.exp(-0.5 * ((a - b.T) / 0.7) ** 2)
+    triangle, right = jnp.linalg.cholesky(K(x, x) + 1e-12 * jnp.eye(40)), K(x, x[:20] + 0.05)
+    residual = lambda A: jnp.abs(triangle @ A - right).max()
+    product, corrected = (residual(solve(with_inverse(triangle), right, corrected)) for corrected in (False, True))
+    assert corrected < 1e-13 < 1e-12 < product
+
+
+def sums(L, X, r, corrected):
+    "C = A Aᵀ and b = A r over rows in chunks, where K_uf is nonlinear in the rows."
+    of_rows = lambda X, r: still_gram(factor(L), jnp.cos(X.T), r, corrected)
+    return move_factor(factor(L), *over_rows(of_rows, M, (X, r)))
+
+
+def plain_sums(L, X, r):
+    A = substitution(L, jnp.cos(X.T))
+    return A @ A.T, A @ r
+
+
+@pytest.mark.parametrize("chunk, corrected", [(2**19, True), (2**19, False), (2 * M, False), (2 * M, True)])
+def test_moved_sums_are_the_plain_ones_in_one_chunk_and_in_several(chunk, corrected, monkeypatch):
+    monkeypatch.setattr(products, "CHUNK", chunk)
+    assert in_one_chunk(5, M) == (chunk > 5 * M)
+    columns = normal(5) if corrected else normal(5, 2)
+    same_to_second_order(lambda *args: sums(*args, corrected), plain_sums, L, normal(5, M), columns)
+
+
+@pytest.mark.parametrize("rows", [4, 7])
+def test_chunks_of_rows_change_neither_value_nor_derivatives(rows, monkeypatch):
+    def ours(theta, X, y):  # a tree of results, one of which counts rows
+        of_rows = lambda X, y: {"a": jnp.sum(jnp.tanh(X @ theta - y) ** 2), "b": (X.T @ jnp.sin(y * theta[0]), 1.0 * len(X))}
+        return over_rows(of_rows, M, (X, y))
+
+    monkeypatch.setattr(products, "CHUNK", 2 * M)  # 4 rows: two chunks; 7: three and a rest
+    plain = lambda theta, X, y: {"a": jnp.sum(jnp.tanh(X @ theta - y) ** 2), "b": (X.T @ jnp.sin(y * theta[0]), 1.0 * len(X))}
+    same_to_second_order(ours, plain, m, normal(rows, M), normal(rows))
+
+
+def test_no_more_than_a_chunk_of_rows_is_worked_on_at_once(monkeypatch):
+    seen = []
+
+    def of_rows(X):
+        seen.append(len(X))
+        return jnp.sum(X)
+
+    monkeypatch.setattr(products, "CHUNK", 30)
+    assert over_rows(of_rows, M, (jnp.ones((94, 2)),)) == 188
+    assert max(seen) <= 30 // M and min(seen) == 94 % max(seen)
+
+
+WEIGHTS = 0.4 * jnp.asarray([[0.6, -0.8], [0.5, 0.7]])
+
+
+def residual(s, theta):
+    return jnp.tanh(theta["gain"] * WEIGHTS @ s + theta["shift"]) - s
+
+
+def fixed_point(theta):
+    return lax.scan(lambda s, _: (s + residual(s, theta), None), jnp.zeros(2), length=60)[0]
+
+
+THETA = {"gain": jnp.asarray(0.9), "shift": jnp.asarray([0.3, -0.7])}
+
+
+def test_a_solution_has_the_derivatives_of_the_loop_that_finds_it():
+    ours = lambda theta: solution(fixed_point(lax.stop_gradient(theta)), theta, residual=residual)
+    same_to_second_order(ours, fixed_point, THETA)
+
+
+def energy(s, theta):
+    return 0.5 * s @ s + theta["gain"] * jnp.sum(jnp.cos(WEIGHTS @ s)) + jnp.sum(jnp.sin(theta["shift"] * s))
+
+
+def descend(theta):
+    return lax.scan(lambda s, _: (s - 0.5 * jax.grad(energy)(s, theta), None), jnp.zeros(2), length=100)[0]
+
+
+def test_a_value_at_an_optimum_has_the_derivatives_of_the_whole_loop():
+    assert jnp.abs(jax.grad(energy)(descend(THETA), THETA)).max() < 1e-14
+
+    def find(theta):
+        return solution(descend(lax.stop_gradient(theta)), theta, residual=jax.grad(energy))
+
+    ours = lambda theta: at_optimum(theta, function=energy, find=find)
+    same_to_second_order(ours, lambda theta: energy(descend(theta), theta), THETA)
+
+
+def test_a_first_derivative_at_an_optimum_does_not_go_through_the_loop():
+    def find(theta):  # a loop without a derivative in reverse
+        return lax.while_loop(lambda s: jnp.abs(jax.grad(energy)(s, theta)).max() > 1e-15 * 10,
+                              lambda s: s - 0.5 * jax.grad(energy)(s, theta), jnp.zeros(2))
+
+    ours = jax.grad(lambda theta: at_optimum(theta, function=energy, find=find))(THETA)
+    known = jax.grad(lambda theta: energy(descend(theta), theta))(THETA)
+    assert np.allclose(ravel_pytree(ours)[0], ravel_pytree(known)[0], rtol=1e-10)
