@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from gp_thesis import sparse, svgp
-from gp_thesis.inducing import GaussianWindow, InducingPoints
+from gp_thesis import products
+from gp_thesis.inducing import GaussianWindow, InducingPoints, inducing_factor
 from gp_thesis.parameters import free, lower_triangular
 from gp_thesis.sparse import uncollapsed_bound
 from gp_thesis.svgp import SVGP, adadelta, kmeans_centres, natural_gradient, natural_step
@@ -49,6 +49,11 @@ def with_q(approx, m, S_factor):
     return eqx.tree_at(lambda a: (a.q.m, a.q.S_factor), approx, (free(m), lower_triangular(S_factor)))
 
 
+def parts(approx):
+    "The inducing variables of all latent functions, or of each."
+    return approx.inducing if isinstance(approx.inducing, tuple) else (approx.inducing,)
+
+
 Z = inputs(6, seed=5)
 OWN = [InducingPoints(inputs(6, seed=seed)) for seed in (5, 6, 7)]
 CASES = {  # likelihood, observations, columns of y, inducing variables, other arguments
@@ -56,7 +61,6 @@ CASES = {  # likelihood, observations, columns of y, inducing variables, other a
     "one, plain": (gpt.Bernoulli("logit"), "binary", None, InducingPoints(Z), {"whiten": False}),
     "windows": (gpt.Bernoulli(), "binary", None, GaussianWindow(Z, 0.3), {}),
     "Poisson": (gpt.Poisson(0.5), "counts", None, InducingPoints(Z), {}),
-    "Student": (gpt.StudentT(0.4), "real", None, InducingPoints(Z), {}),
     "shared": (gpt.Bernoulli(), "binary", 3, InducingPoints(Z), {"num_latents": 3}),
     "shared, plain": (gpt.Gaussian(0.2), "real", 3, InducingPoints(Z), {"num_latents": 3, "whiten": False}),
     "own": (gpt.Bernoulli(), "binary", 3, OWN, {}),
@@ -78,12 +82,11 @@ def case(name, rows=30, mean="linear"):
 def written_out(approx, X, y):
     "The bound from inverses of K_uu, without whitening, for each latent function by itself."
     approx = gpt.unwrap(approx)
-    model, parts = approx.model, approx.parts
-    M = len(parts[0])
+    model, M = approx.model, len(parts(approx)[0])
     m, R = approx.q.m.reshape(M, -1), approx.q.S_factor.reshape(-1, M, M)
     moments, kl = [], 0.0
     for p in range(m.shape[1]):
-        inducing = parts[p % len(parts)]
+        inducing = parts(approx)[p % len(parts(approx))]
         K, Kuf = inducing.covariance(model.kernel), inducing.cross_covariance(model.kernel, X)
         L = jnp.linalg.cholesky(K) if approx.whiten else jnp.eye(M)
         mean_u, S_u = L @ m[:, p], L @ R[p] @ R[p].T @ L.T
@@ -107,7 +110,7 @@ def bound(approx, X, y):
     return approx.objective(X, y)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["one, plain", "windows", "shared, plain", "own", "robust max, own", "panels"])
 def test_bound_and_gradient_are_the_formula_written_out(name):
     approx, X, y = case(name)
     flat, ours = flat_function(bound, approx, X, y)
@@ -115,24 +118,20 @@ def test_bound_and_gradient_are_the_formula_written_out(name):
     truth, slope = flat_function(written_out, approx, jnp.asarray(X), jnp.asarray(y))[1](flat)
     assert jnp.allclose(value, truth, rtol=1e-8) and jnp.isfinite(value)
     assert jnp.abs(gradient - slope).max() < 1e-6 * jnp.abs(slope).max()
-    random, step = np.random.default_rng(0), 1e-5
-    for direction in random.normal(size=(4, len(flat))) / np.sqrt(len(flat)):
-        difference = (ours(flat + step * direction)[0] - ours(flat - step * direction)[0]) / (2 * step)
-        assert jnp.abs(gradient @ direction - difference) < 1e-6 * jnp.abs(slope).max()
 
 
-@pytest.mark.parametrize("name", ["one, plain", "windows", "shared", "robust max"])
+@pytest.mark.parametrize("name", ["Poisson", "shared", "softmax"])
 def test_bound_is_the_uncollapsed_bound_of_the_posterior(name):
     approx, X, y = case(name)
     assert jnp.allclose(approx.objective(X, y), uncollapsed_bound(approx.posterior(), jnp.asarray(X), jnp.asarray(y)), rtol=1e-10)
 
 
-@pytest.mark.parametrize("name", ["shared", "own, plain"])
+@pytest.mark.parametrize("name", ["own, plain"])
 def test_independent_outputs_are_single_approximations(name):
     approx, X, y = case(name)
     Xs, post, total = inputs(5, seed=9), approx.posterior(), 0.0
     for p in range(3):
-        alone = SVGP(approx.model, approx.parts[p % len(approx.parts)], whiten=approx.whiten)
+        alone = SVGP(approx.model, parts(approx)[p % len(parts(approx))], whiten=approx.whiten)
         alone = with_q(alone, approx.q.m.value[:, p], approx.q.S_factor.value[p])
         total += alone.objective(X, y[:, p])
         one = alone.posterior()
@@ -142,10 +141,10 @@ def test_independent_outputs_are_single_approximations(name):
     assert jnp.allclose(approx.objective(X, y), total, rtol=1e-10)
 
 
-@pytest.mark.parametrize("name", ["shared", "own"])
+@pytest.mark.parametrize("name", ["shared"])
 def test_plain_coordinates_are_the_whitened_ones_moved_by_L(name):
     approx, X, y = case(name)
-    L = jnp.stack([jnp.linalg.cholesky(gpt.unwrap(part).covariance(gpt.unwrap(approx.model.kernel))) for part in approx.parts])
+    L = jnp.stack([jnp.linalg.cholesky(gpt.unwrap(part).covariance(gpt.unwrap(approx.model.kernel))) for part in parts(approx)])
     m, R = approx.q.m.value.reshape(6, -1), approx.q.S_factor.value.reshape(-1, 6, 6)
     u_mean, u_factor = (L @ m.T[..., None])[..., 0].T.reshape(approx.q.m.value.shape), (L @ R).reshape(approx.q.S_factor.value.shape)
     inducing = list(approx.inducing) if isinstance(approx.inducing, tuple) else approx.inducing
@@ -203,8 +202,7 @@ def quiet(approx, data, optimiser, steps, **other):
     return gpt.fit(approx, data, optimiser=optimiser, steps=steps, progress=False, **other).approx
 
 
-VGP_CASES = {"binary": (gpt.Bernoulli(), "binary", None), "outputs": (gpt.Bernoulli("logit"), "binary", 2),
-             "softmax": (gpt.Softmax(3), "classes", None)}
+VGP_CASES = {"binary": (gpt.Bernoulli(), "binary", None), "softmax": (gpt.Softmax(3), "classes", None)}
 
 
 @pytest.mark.parametrize("name", VGP_CASES)
@@ -238,8 +236,7 @@ def test_robust_max_with_the_data_as_inducing_points_is_whitened_vgp():
     assert jnp.allclose(post.predict_y(inputs(5, seed=9))[0], same.predict_y(inputs(5, seed=9))[0], rtol=0, atol=1e-8)
 
 
-@pytest.mark.parametrize("whiten", [True, False])
-@pytest.mark.parametrize("name", ["one", "shared", "own"])
+@pytest.mark.parametrize("name, whiten", [("one", False), ("shared", True), ("own", False)])
 def test_one_natural_step_with_gaussian_noise_is_vfe_from_any_start(name, whiten):
     P = None if name == "one" else 3
     X, Xs = inputs(), inputs(5, seed=9)
@@ -249,7 +246,7 @@ def test_one_natural_step_with_gaussian_noise_is_vfe_from_any_start(name, whiten
     post, total = approx.posterior(), 0.0
     assert jnp.allclose(numbers(approx.q), numbers(other.q), rtol=0, atol=1e-8)
     for p in range(P or 1):
-        vfe = gpt.VFE(model, approx.parts[p % len(approx.parts)])
+        vfe = gpt.VFE(model, parts(approx)[p % len(parts(approx))])
         column = y if P is None else y[:, p]
         truth = vfe.posterior(X, column)
         total += vfe.objective(X, column)
@@ -355,7 +352,7 @@ def test_a_schedule_gives_each_step_its_size():
     assert jnp.allclose(numbers(scheduled.q), numbers(stepwise.q), rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("name, dtype", [("one", jnp.float32), ("robust max", jnp.float64)])
+@pytest.mark.parametrize("name, dtype", [("one", jnp.float32)])
 def test_minibatches_in_fit(name, dtype):
     approx, X, y = case(name)
     approx, X, y = gpt.cast(approx, dtype), jnp.asarray(X, dtype), jnp.asarray(y, dtype)
@@ -384,14 +381,14 @@ def test_natural_gradient_refuses_what_it_cannot_move():
 
 # minibatches
 
-@pytest.mark.parametrize("name", ["own", "robust max"])
-def test_a_partition_into_minibatches_averages_to_the_whole(name):
-    approx, X, y = case(name)
-    estimate = lambda approx, X, y: approx.objective(X, y, num_data=30)
-    parts = [flat_function(estimate, approx, X[i:i + 6], y[i:i + 6]) for i in range(0, 30, 6)]
-    value, gradient = (jnp.mean(jnp.stack(a), axis=0) for a in zip(*(f(flat) for flat, f in parts)))
-    flat, whole = flat_function(bound, approx, X, y)
-    assert jnp.allclose(value, whole(flat)[0], rtol=1e-10) and jnp.allclose(gradient, whole(flat)[1], rtol=1e-9, atol=1e-9)
+def test_a_partition_into_minibatches_averages_to_the_whole():
+    approx, X, y = case("own")
+    trainable, rest = gpt.partition(approx)
+    flat, unravel = ravel_pytree(trainable)
+    estimate = jax.jit(jax.value_and_grad(lambda v, X, y: eqx.combine(unravel(v), rest).objective(X, y, num_data=30)))
+    value, gradient = (jnp.mean(jnp.stack(a), axis=0) for a in zip(*(estimate(flat, X[i:i + 6], y[i:i + 6]) for i in range(0, 30, 6))))
+    whole = estimate(flat, X, y)
+    assert jnp.allclose(value, whole[0], rtol=1e-10) and jnp.allclose(gradient, whole[1], rtol=1e-9, atol=1e-9)
 
 
 def test_random_minibatches_are_unbiased():
@@ -461,8 +458,7 @@ def test_kmeans_centres_refuses():
 
 # single precision and corners
 
-@pytest.mark.parametrize("whiten", [True, False])
-@pytest.mark.parametrize("P", [1, 3])
+@pytest.mark.parametrize("P, whiten", [(1, True), (3, False)])
 def test_single_precision_is_close(P, whiten):
     X = inputs(150)
     y = observations("binary", X, None if P == 1 else P)
@@ -470,7 +466,7 @@ def test_single_precision_is_close(P, whiten):
     grid = np.stack(np.meshgrid(*[np.linspace(0, 4, 10)] * 2), axis=-1).reshape(100, 2)
     approx = SVGP(model, InducingPoints(grid), P, whiten)
     random = np.random.default_rng(0)
-    A = svgp._prior_factor(approx.inducing, model.kernel) if not whiten else jnp.eye(100)
+    A = inducing_factor(*gpt.unwrap((approx.inducing, model.kernel))) if not whiten else jnp.eye(100)
     m, R = random.normal(size=(100, P)), np.eye(100) * random.uniform(0.3, 1.2, (P, 1, 100))
     m, R = (A @ m).reshape(approx.q.m.value.shape), (A @ R).reshape(approx.q.S_factor.value.shape)
     approx = with_q(approx, m, R)
@@ -491,8 +487,10 @@ CORNERS = {
 }
 
 
-@pytest.mark.parametrize("P, dtype", [(1, jnp.float32), (2, jnp.float32), (1, jnp.float64)], ids=["one", "outputs", "double"])
-@pytest.mark.parametrize("corner", CORNERS)
+SINGLE = [(corner, 1, jnp.float32) for corner in ("at the data", "all the data twice", "one", "more than rows")]
+
+
+@pytest.mark.parametrize("corner, P, dtype", [*SINGLE, ("duplicated", 2, jnp.float32), ("duplicated", 1, jnp.float64)])
 def test_corners_are_finite(corner, P, dtype):
     X = inputs(12)
     y, model = observations("binary", X, None if P == 1 else P), gpt.GP(gpt.RBF(0.9, 1.3), gpt.Bernoulli())
@@ -519,7 +517,7 @@ def uncompiled(monkeypatch):
     "Fails where anything is compiled."
     def refuse(*_):
         raise AssertionError("the bound was compiled")
-    monkeypatch.setattr(svgp, "_bound", refuse)
+    monkeypatch.setattr(SVGP, "bound", refuse)
 
 
 BAD_LABELS = [(gpt.RobustMax(3), -1.0), (gpt.RobustMax(3), 3.0), (gpt.Softmax(3), 0.5), (gpt.RobustMax(3), np.nan), (gpt.Bernoulli(), 2.0),
@@ -593,7 +591,7 @@ def test_a_class_missing_from_a_batch_is_no_matter():
 
 # the posterior
 
-@pytest.mark.parametrize("name", ["one", "shared", "own, plain", "robust max", "robust max, own"])
+@pytest.mark.parametrize("name", ["one", "own, plain", "robust max"])
 def test_posterior_answers_in_its_shapes(name):
     approx, X, y = case(name)
     post, Xs, ys = approx.posterior(), inputs(5, seed=9), y[:5]
@@ -628,12 +626,12 @@ def test_separate_posterior_is_its_parts():
     assert post.num_dims == 2 and post.model == post.posteriors[0].model
 
 
-@pytest.mark.parametrize("name", ["one", "shared", "own", "robust max"])
+@pytest.mark.parametrize("name", ["one", "own"])
 def test_chunks_of_rows_change_nothing(name, monkeypatch):
     approx, X, y = case(name, rows=53)
     flat, whole = flat_function(bound, approx, X, y)
     value, gradient = whole(flat)
-    monkeypatch.setattr(sparse, "CHUNK", 6 * 10)  # five chunks of nine rows and one of eight
+    monkeypatch.setattr(products, "CHUNK", 6 * 10)  # five chunks of nine rows and one of eight
     jax.clear_caches()
     chunked = flat_function(bound, approx, X, y)[1]
     assert "scan" in str(jax.make_jaxpr(chunked)(flat))
