@@ -230,6 +230,13 @@ def float_dtype(tree):
     return jnp.result_type(*arrays or [float])
 
 # %% ../nbs/12_regression.ipynb #c014b
+def _observed(approx, batch):
+    "The batch; ValueError if it lacks the observations."
+    if any(array is None for array in batch):
+        raise ValueError(f"{type(approx).__name__}.objective needs y: pass X and y")
+    return batch
+
+
 def _weight(approx, rows, num_data):
     "How many rows each row stands for, as an argument of `bound` if it takes one."
     if not approx.needs_all_rows:
@@ -270,9 +277,7 @@ class Approximation(eqx.Module):
         A batch is (X, y) if the class does not say otherwise, and may stand for
         `num_data` rows. Raises ValueError for unusable data, and
         `equinox.EquinoxRuntimeError` for a matrix that cannot be factorised."""
-        batch = self.check(*batch)
-        if any(array is None for array in batch):
-            raise ValueError(f"{type(self).__name__}.objective needs y: pass X and y")
+        batch = _observed(self, self.check(*batch))
         weight = _weight(self, len(batch[0]), num_data)
         key = _sample_key(self, key)
         return compiled(type(self).bound, self, *batch, *weight, *key)

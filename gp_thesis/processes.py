@@ -39,8 +39,9 @@ def _check_pair(q, exact):
     for name, shapes in accepted.items():
         if (shape := getattr(q, name).shape) not in shapes:
             expected = " or ".join(map(str, sorted(shapes, key=len)))
-            raise ValueError(f"q.{name} must have shape {expected} for M = {M} inducing "
-                             f"variables and the outputs of exact, got {shape}")
+            raise ValueError(f"q.{name} must have shape {expected} for M = {M} "
+                             "inducing variables and the outputs of exact, "
+                             f"got {shape}")
 
 # %% ../nbs/21_kl_processes.ipynb #c017
 def _inducing(q):

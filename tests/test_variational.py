@@ -6,17 +6,16 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.flatten_util import ravel_pytree
 from scipy.stats import multivariate_normal, norm
 
 from gp_thesis.exact import GP, Exact
 from gp_thesis.fitting import fit
 from gp_thesis.gaussians import kl_divergence, kl_from_cholesky
 from gp_thesis.kernels import RBF, ConstantMean, Matern32
-from gp_thesis.likelihoods import Bernoulli, Gaussian, Likelihood
+from gp_thesis.likelihoods import Bernoulli, Gaussian, Likelihood, tilted_moments
 from gp_thesis.linalg import cholesky
 from gp_thesis.parameters import cast, free, freeze, partition, unwrap
-from gp_thesis.variational import VGP, MeanField, PointPosterior, WhitenedVGP, conditional, conditional_covariance, tilted_moments
+from gp_thesis.variational import VGP, MeanField, PointPosterior, WhitenedVGP, conditional, conditional_covariance
 
 
 class Student(Likelihood):
@@ -175,7 +174,7 @@ def test_coordinate_ascent_climbs_to_what_fit_finds():
     fitted = fit(MeanField(freeze(GP(Matern32(0.4), Bernoulli())), 8), (X, labels(y)), tolerance=1e-13, progress=False).approx
     assert np.isclose(bounds[-1], fitted.objective(X, labels(y)), atol=1e-7)
     assert np.allclose(unwrap(approx.a), unwrap(fitted.a), atol=1e-4)
-    slope = jax.grad(lambda a: eqx.tree_at(lambda s: s.a.unconstrained, approx, a).objective(X, labels(y)))(approx.a.unconstrained)
+    slope = jax.jit(jax.grad(lambda a: eqx.tree_at(lambda s: s.a.unconstrained, approx, a).objective(X, labels(y))))(approx.a.unconstrained)
     assert np.abs(slope).max() < 1e-6
 
 
@@ -213,8 +212,8 @@ def test_mean_field_samples_come_from_the_free_form():
 # the Gaussian approximations
 
 
-@pytest.mark.parametrize("kind", [VGP, WhitenedVGP])
-@pytest.mark.parametrize("likelihood", [Bernoulli(), Bernoulli("logit"), Student()], ids=["probit", "logit", "Student"])
+@pytest.mark.parametrize("kind, likelihood", [(VGP, Bernoulli("logit")), (VGP, Student()), (WhitenedVGP, Bernoulli()), (WhitenedVGP, Student())],
+                         ids=["VGP-logit", "VGP-Student", "whitened-probit", "whitened-Student"])
 def test_the_bound_is_what_simulation_says_and_below_the_evidence(kind, likelihood):
     gp, X, y, grid, cell, log_joint = two_points(likelihood)
     approx = kind(gp, 2)
@@ -247,7 +246,7 @@ def test_both_forms_agree_at_the_optimum_and_meet_the_conditions_for_it(likeliho
     for a, b in zip(full.posterior(X).marginals(Xs), small.posterior(X).marginals(Xs)):
         assert np.allclose(a, b, atol=1e-5)
     mean, var = small.posterior(X).marginals(X)
-    force, half_curvature = jax.grad(lambda m, v: unwrap(likelihood).variational_expectations(m, v, y).sum(), argnums=(0, 1))(mean, var)
+    force, half_curvature = jax.jit(jax.grad(lambda m, v: unwrap(likelihood).variational_expectations(m, v, y).sum(), argnums=(0, 1)))(mean, var)
     K = np.asarray(gp.kernel(X))
     assert np.allclose(K @ force, mean - 0.2, atol=1e-8) and np.allclose(unwrap(small.precision), -2 * half_curvature, atol=1e-8)
     assert np.allclose(np.linalg.inv(small.posterior(X).covariance(X)), np.linalg.inv(K) + np.diag(-2 * half_curvature), rtol=1e-5)
@@ -258,9 +257,11 @@ def test_gaussian_noise_is_inferred_exactly(P):
     X, y = problem(P=P)
     gp, Xs = model(Gaussian(0.1)), np.linspace(-1, 5, 20)[:, None]
     exact = Exact(gp)
-    fits = {"one step": VGP(gp, 12, P or 1).fixed_point(X, y),
-            "fit": fit(VGP(freeze(gp), 12, P or 1).fixed_point(X, y), (X, y), tolerance=1e-13, progress=False).approx,
-            "whitened": fit(WhitenedVGP(freeze(gp), 12, P or 1), (X, y), tolerance=1e-15, steps=5000, progress=False).approx}
+    fits = {"one step": VGP(gp, 12, P or 1).fixed_point(X, y)}
+    if P is None:
+        fits["fit"] = fit(VGP(freeze(gp), 12).fixed_point(X, y), (X, y), tolerance=1e-13, progress=False).approx
+    else:
+        fits["whitened"] = fit(WhitenedVGP(freeze(gp), 12, P), (X, y), tolerance=1e-15, steps=5000, progress=False).approx
     for name, approx in fits.items():
         assert np.isclose(approx.objective(X, y), exact.objective(X, y), atol=1e-8), name
         post, truth = approx.posterior(X, y), exact.posterior(X, y)
@@ -303,28 +304,17 @@ def test_vgp_divergence_is_that_of_its_posterior():
 APPROXIMATIONS = {"MeanField": MeanField, "VGP": VGP, "WhitenedVGP": WhitenedVGP}
 
 
-@pytest.mark.parametrize("name,link", [("MeanField", "probit"), ("MeanField", "logit"), ("VGP", "logit"), ("WhitenedVGP", "probit")])
-def test_gradients_against_finite_differences(name, link):
-    X, y = problem(5)
-    approx = APPROXIMATIONS[name](GP(Matern32(0.7, 1.2), Bernoulli(link), ConstantMean(0.1)), 5)
-    trainable, rest = partition(approx)
-    v, unravel = ravel_pytree(trainable)
-    v = v + 0.2 * np.random.default_rng(5).normal(size=len(v))
-    objective = jax.jit(lambda v: eqx.combine(unravel(v), rest).objective(X, labels(y)))
-    finite = [(objective(v + e) - objective(v - e)) / 2e-5 for e in 1e-5 * np.eye(len(v))]
-    assert np.allclose(jax.grad(objective)(v), finite, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("name,likelihood", [("MeanField", Bernoulli()), ("VGP", Bernoulli("logit")), ("WhitenedVGP", Gaussian(0.2))],
                          ids=["MeanField", "VGP", "WhitenedVGP"])
 def test_single_precision_is_finite_and_close(name, likelihood):
     X, y = problem()
     y = labels(y) if isinstance(likelihood, Bernoulli) else y
     make = lambda: APPROXIMATIONS[name](GP(Matern32(0.5), cast(likelihood, jnp.result_type(float))), 12)
-    value64, gradient64 = eqx.filter_value_and_grad(lambda a: a.objective(X, y))(make())
+    value_and_slopes = eqx.filter_jit(eqx.filter_value_and_grad(lambda approx, X, y: approx.objective(X, y)))
+    value64, gradient64 = value_and_slopes(make(), jnp.asarray(X), jnp.asarray(y))
     with jax.enable_x64(False):
         single, X32, y32 = make(), jnp.asarray(X), jnp.asarray(y)
-        value, gradient = eqx.filter_value_and_grad(lambda a: a.objective(X32, y32))(single)
+        value, gradient = value_and_slopes(single, X32, y32)
         post = single.posterior(X32, y32)
         answers = (*post.marginals(X32), post.covariance(X32), post.sample(jax.random.key(0), X32))
     assert value.dtype == jnp.float32 and np.isclose(value, value64, rtol=1e-4)
