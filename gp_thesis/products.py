@@ -255,7 +255,8 @@ def training_marginals(
 def solution(s, theta, *, residual):
     """s, found by whatever means, with the derivative of residual(s, theta) = 0.
 
-    s is arrays, theta any tree; `residual` closes over nothing that has derivatives."""
+    s is arrays, theta any tree; `residual` closes over nothing that has derivatives.
+    No second derivatives of a `lax.scan` that this is in: JAX drops the rule there."""
     return s
 
 
