@@ -93,20 +93,24 @@ def _gram_jvp(primals, tangents):
     return gram(A), X + X.T
 
 # %% ../nbs/06_products.ipynb #c015
-@partial(jax.custom_jvp, nondiff_argnums=(3,))
-@precise
 def still_gram(
-    factor: Factor,
+    factor: Factor,  # Of K_uu, L₀ in @eq-moved
     Kuf: Array,  # (M, N)
     R: Array,  # (N,) or (N, P)
     corrected: bool,  # As for `solve`
 ) -> tuple[Array, Array]:  # (M, M), and (M,) or (M, P)
     "A Aᵀ and A R with A = L⁻¹ Kuf: to be added up, and then given to `move_factor`."
+    return _still_gram(lax.stop_gradient(factor), Kuf, R, corrected)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(3,))
+@precise
+def _still_gram(factor, Kuf, R, corrected):
     A = solve(factor, Kuf, corrected)
     return A @ A.T, A @ R
 
 
-@still_gram.defjvp
+@_still_gram.defjvp
 @precise
 def _still_gram_jvp(corrected, primals, tangents):
     (factor, Kuf, R), (_, dK, dR) = primals, tangents
@@ -115,27 +119,19 @@ def _still_gram_jvp(corrected, primals, tangents):
     else:  # in reverse (L⁻ᵀ G L⁻¹) Kuf, which spares a checkpoint another A
         X = factor.inverse @ (dK @ Kuf.T) @ factor.inverse.T
     slopes = X + X.T, factor.inverse @ (dK @ R + Kuf @ dR)
-    return still_gram(*primals, corrected), slopes
+    return _still_gram(*primals, corrected), slopes
 
 # %% ../nbs/06_products.ipynb #c016
-@jax.custom_jvp
+@precise
 def move_factor(
     factor: Factor,
     C: Array,  # (M, M)
     b: Array,  # (M,) or (M, P)
 ) -> tuple[Array, Array]:
-    "C and b, sums of `still_gram`, with their derivatives in L, @eq-moving-factor."
-    return C, b
-
-
-@move_factor.defjvp
-@precise
-def _move_factor_jvp(primals, tangents):
-    (factor, _, _), (d_factor, dC, db) = primals, tangents
-    C, b = move_factor(*primals)
-    E = factor.inverse @ d_factor.L
-    X = E @ C
-    return (C, b), (dC - X - X.T, db - E @ b)
+    "C and b, sums of `still_gram`, with their derivatives in L, @eq-moved."
+    T = jnp.eye(len(C), dtype=C.dtype)
+    T = T - factor.inverse @ (factor.L - lax.stop_gradient(factor.L))
+    return T @ C @ T.T, T @ b
 
 # %% ../nbs/06_products.ipynb #c019
 CHUNK = 2**19  # entries of K_uf that are worked on at once
@@ -259,7 +255,8 @@ def training_marginals(
 def solution(s, theta, *, residual):
     """s, found by whatever means, with the derivative of residual(s, theta) = 0.
 
-    s is arrays, theta any tree; `residual` closes over nothing that has derivatives."""
+    s is arrays, theta any tree; `residual` closes over nothing that has derivatives.
+    No second derivatives of a `lax.scan` that this is in: JAX drops the rule there."""
     return s
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gp_thesis import sparse
+from gp_thesis import products
 from gp_thesis.inducing import GaussianWindow, InducingPoints
 from gp_thesis.linalg import log_density
 from gp_thesis.processes import kl_to_posterior
@@ -53,12 +53,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("inducing", [InducingPoints, lambda Z: GaussianWindow(Z, 0.3)], ids=["points", "windows"])
-@pytest.mark.parametrize("mean", [gpt.Zero(), gpt.ConstantMean(0.4)], ids=["zero", "constant"])
-def test_closed_form_is_the_formula_written_out(case, inducing, mean):
+@pytest.mark.parametrize("case", [*CASES, "each its own, windows", "blocks of their own, windows"])
+def test_closed_form_is_the_formula_written_out(case):
+    windows, case = case.endswith("windows"), case.removesuffix(", windows")
+    inducing = (lambda Z: GaussianWindow(Z, 0.3)) if windows else InducingPoints
     power, blocks = CASES[case]
-    model, X, y = problem(mean=mean, kernel=gpt.RBF)
+    model, X, y = problem(mean=gpt.ConstantMean(0.4) if windows else gpt.Zero(), kernel=gpt.RBF)
     blocks = blocks and blocks_of(len(X), number=5)
     variables = inducing(X[:7])
     approx = PowerEPRegression(model, variables, power, blocks)
@@ -68,8 +68,8 @@ def test_closed_form_is_the_formula_written_out(case, inducing, mean):
     assert jnp.allclose(post.inducing_mean, m, rtol=0, atol=1e-8) and jnp.allclose(post.inducing_covariance, S, rtol=0, atol=1e-8)
 
 
-@pytest.mark.parametrize("kernel", [gpt.RBF, gpt.Matern52])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case, kernel", [*((case, gpt.RBF) for case in CASES),
+                                          ("each its own", gpt.Matern52), ("blocks of their own", gpt.Matern52)])
 def test_all_data_as_inducing_points_is_exact(case, kernel):
     power, blocks = CASES[case]
     model, X, y = problem(1, kernel=kernel, mean=gpt.LinearMean([0.1, -0.2]))
@@ -108,12 +108,12 @@ def test_dtc_is_the_evidence_of_a_low_rank_prior_with_the_variational_posterior(
     assert jnp.allclose(dtc.posterior(X, y).covariance(X), vfe.posterior(X, y).covariance(X))
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(12))
 def test_bounds_enclose_the_evidence_tighten_with_M_and_leave_the_kl(seed):
-    model, X, y = problem(seed, rows=30, columns=1 + seed % 3, kernel=(gpt.RBF, gpt.Matern12, gpt.Matern52)[seed % 3])
+    model, X, y = problem(seed, rows=30, columns=1 + seed % 2, kernel=(gpt.RBF, gpt.Matern12)[seed % 2])
     exact = gpt.Exact(model)
     evidence, last = exact.objective(X, y), -jnp.inf
-    for M in (2, 5, 9, 17, 30):
+    for M in (2, 9, 30):
         approx = VFE(model, InducingPoints(X[:M]))
         lower, upper = interval = approx.evidence_interval(X, y)
         assert jnp.allclose(lower, approx.objective(X, y), rtol=1e-12) and interval.kl_bound == upper - lower
@@ -123,7 +123,7 @@ def test_bounds_enclose_the_evidence_tighten_with_M_and_leave_the_kl(seed):
         last = lower
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(6))
 def test_optimised_bound_stays_below_the_evidence_and_grows_with_M(seed):
     model, X, y = problem(seed, rows=25, columns=1)
     fixed, last, Z = gpt.freeze(model), -jnp.inf, X[:2]
@@ -147,25 +147,21 @@ def test_outputs_share_q_and_add_up():
             assert jnp.allclose(post.mean(X)[:, p], alone.mean(X)) and jnp.allclose(post.covariance(X)[p], alone.covariance(X))
 
 
-@pytest.mark.parametrize("case", [*CASES, "DTC"])
-@pytest.mark.parametrize("chunk", [2**19, 100], ids=["whole", "chunks"])
-def test_gradients_are_finite_differences(case, chunk, monkeypatch):
-    monkeypatch.setattr(sparse, "CHUNK", chunk)
-    jax.clear_caches()
-    power, blocks = CASES.get(case, (0.0, None))
+@pytest.mark.parametrize("case", ["each its own", "blocks of their own", "VFE in blocks"])
+def test_gradients_with_powers_and_blocks_of_their_own_are_finite_differences(case):
+    power, blocks = CASES[case]
     model, X, y = problem(mean=gpt.LinearMean([0.1, -0.2]))
     approx = PowerEPRegression(model, InducingPoints(X[:7]), power, blocks and blocks_of(len(X), number=5))
-    trainable, rest = gpt.partition(DTC(model, InducingPoints(X[:7])) if case == "DTC" else approx)
+    trainable, rest = gpt.partition(approx)
     flat, unravel = ravel_pytree(trainable)
-    objective = jax.jit(lambda v: eqx.combine(unravel(v), rest).objective(X, y))
-    gradient, step = jax.grad(objective)(flat), 1e-5
+    objective = jax.jit(jax.value_and_grad(lambda v: eqx.combine(unravel(v), rest).objective(X, y)))
+    gradient, step = objective(flat)[1], 1e-5
     shifts = step * jnp.eye(len(flat))
-    differences = jnp.stack([(objective(flat + s) - objective(flat - s)) / (2 * step) for s in shifts])
+    differences = jnp.stack([(objective(flat + s)[0] - objective(flat - s)[0]) / (2 * step) for s in shifts])
     assert jnp.abs(gradient - differences).max() < 1e-6 * jnp.abs(differences).max()
-    jax.clear_caches()
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["VFE", "each its own", "PITC", "blocks of their own"])
 def test_float32_gradients_are_finite_and_close(case):
     power, blocks = CASES[case]
     model, X, y = problem(kernel=gpt.RBF)
@@ -173,7 +169,8 @@ def test_float32_gradients_are_finite_and_close(case):
     def gradient(dtype):
         approx = PowerEPRegression(gpt.cast(model, dtype), InducingPoints(X[:7].astype(dtype)), power, blocks and blocks_of(40))
         trainable, rest = gpt.partition(approx)
-        return ravel_pytree(jax.grad(lambda t: eqx.combine(t, rest).objective(X.astype(dtype), y.astype(dtype)))(trainable))[0]
+        objective = jax.jit(lambda t: eqx.combine(t, rest).objective(X.astype(dtype), y.astype(dtype)))
+        return ravel_pytree(jax.grad(objective)(trainable))[0]
 
     single, double = gradient(jnp.float32), gradient(jnp.float64)
     assert single.dtype == jnp.float32 and jnp.isfinite(single).all()
@@ -182,13 +179,29 @@ def test_float32_gradients_are_finite_and_close(case):
 
 def test_chunks_of_rows_change_nothing(monkeypatch):
     model, X, y = problem(rows=103)
-    approxes = [PowerEPRegression(model, InducingPoints(X[:6]), power) for power in (0.0, 0.7, np.linspace(0, 1, 103))]
-    whole = [(a.objective(X, y), a.posterior(X, y).mean(X), a.evidence_interval(X, y)) for a in approxes]
-    monkeypatch.setattr(sparse, "CHUNK", 6 * 20)
+    approxes = [PowerEPRegression(model, InducingPoints(X[:6] + 0.05), power) for power in (0.0, 0.7, np.linspace(0, 1, 103))]
+
+    def everything(approx):
+        "Objective, gradient, means and both bounds, compiled anew: the size of a chunk is read when a program is traced."
+        trainable, rest = gpt.partition(approx)
+
+        @jax.jit
+        def all_of_it(trainable):
+            approx = eqx.combine(trainable, rest)
+            bound = jax.value_and_grad(lambda t: eqx.combine(t, rest).objective(X, y))(trainable)
+            return bound, approx.posterior(X, y).mean(X), tuple(approx.evidence_interval(X, y))
+
+        (value, gradient), mean, interval = all_of_it(trainable)
+        return value, ravel_pytree(gradient)[0], mean, jnp.array(interval)
+
+    whole = [everything(approx) for approx in approxes]
+    monkeypatch.setattr(products, "CHUNK", 6 * 20)
     jax.clear_caches()
-    for approx, (objective, mean, interval) in zip(approxes, whole):
-        assert jnp.allclose(approx.objective(X, y), objective, rtol=1e-12) and jnp.allclose(approx.posterior(X, y).mean(X), mean)
-        assert jnp.allclose(jnp.array(approx.evidence_interval(X, y)), jnp.array(interval), rtol=1e-11)
+    for approx, (value, gradient, mean, interval) in zip(approxes, whole):
+        in_chunks = everything(approx)
+        assert jnp.allclose(in_chunks[0], value, rtol=1e-12) and jnp.allclose(in_chunks[2], mean)
+        assert jnp.allclose(in_chunks[1], gradient, rtol=1e-8, atol=1e-8 * jnp.abs(gradient).max())
+        assert jnp.allclose(in_chunks[3], interval, rtol=1e-11)
     jax.clear_caches()
 
 
