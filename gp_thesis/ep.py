@@ -104,7 +104,6 @@ def match_moments(
     rest = 1 - sites.precision * var
     cavity = (mean - sites.shift * var) / rest, var / rest         # @eq-ep-cavity
     _, m, v = tilted_moments(likelihood, *cavity, y)               # @eq-ep-projection
-    v = jnp.maximum(v, var / 100)                                  # at most in one step
     target = Sites(m / v - cavity[0] / cavity[1], 1 / v - 1 / cavity[1])  # @eq-ep-match
     misfit = jnp.maximum(jnp.abs(m - mean) / jnp.sqrt(var), jnp.abs(v / var - 1))
     proper = (rest > 0) & (var > 0) & jnp.isfinite(misfit)         # @eq-ep-misfit
