@@ -110,7 +110,7 @@ def test_dtc_is_the_evidence_of_a_low_rank_prior_with_the_variational_posterior(
 
 @pytest.mark.parametrize("seed", range(12))
 def test_bounds_enclose_the_evidence_tighten_with_M_and_leave_the_kl(seed):
-    model, X, y = problem(seed, rows=30, columns=1 + seed % 2, kernel=(gpt.RBF, gpt.Matern12)[seed % 2])
+    model, X, y = problem(seed, rows=30, columns=2 - seed % 2, kernel=(gpt.RBF, gpt.Matern12)[seed % 2])
     exact = gpt.Exact(model)
     evidence, last = exact.objective(X, y), -jnp.inf
     for M in (2, 9, 30):
