@@ -389,9 +389,8 @@ class RobustMax(Multiclass):
 
     @eqx.filter_jit
     def class_probabilities(self, mean, var):
-        log_p = lambda c: self.predictive_log_density(mean, var, c)
-        log_p = jax.lax.map(log_p, jnp.arange(self.num_classes))
-        return jnp.exp(jnp.moveaxis(log_p, 0, -1))
+        p = lambda c: jnp.exp(self.predictive_log_density(mean, var, c))
+        return jnp.moveaxis(jax.lax.map(p, jnp.arange(self.num_classes)), 0, -1)
 
 # %% ../nbs/11_likelihoods.ipynb #n009
 def log_omega_start(a: Array) -> Array:
