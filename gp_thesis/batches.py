@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import equinox as eqx
 import jax
@@ -68,6 +68,7 @@ def spans(
         first = stop
 
 # %% ../nbs/13_batches.ipynb #b016
+@runtime_checkable
 class Batches(Protocol):
     "Where rows come from."
     noisy: bool  # whether rows are sampled, so that the objective is an estimate

@@ -264,7 +264,8 @@ class Bernoulli(Likelihood):
         return super().log_tilted(mean, var, y, power)
 
     def predict_mean_and_var(self, mean, var):
-        p, q = (jnp.exp(self.predictive_log_density(mean, var, y)) for y in (1.0, 0.0))
+        labels = jnp.ones_like(mean), jnp.zeros_like(mean)
+        p, q = (jnp.exp(self.predictive_log_density(mean, var, y)) for y in labels)
         return p, p * q  # @eq-bernoulli-moments
 
 # %% ../nbs/11_likelihoods.ipynb #p007
