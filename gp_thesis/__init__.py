@@ -1,27 +1,37 @@
 """Gaussian processes: models, approximations, posteriors and how to fit them.
 
-A model says what you believe, an approximation how you will compute, a posterior answers questions, `fit` turns knobs:
+A model says what you believe, an approximation how you will compute, a posterior
+answers questions, `fit` turns knobs:
 
     import gp_thesis as gpt
     model = gpt.GP(gpt.RBF(), gpt.Gaussian())
     result = gpt.fit(gpt.Exact(model), (X, y))
     mean, var = result.approx.posterior(X, y).marginals(Xs)
 
-Importing this package leaves JAX's configuration as it is and loads no notebook or plotting library.
+Importing this package leaves JAX's configuration as it is and loads no notebook or
+plotting library.
 """
 
 from .ep import EP, GFITC, SparseMeanField, WeakBound, weak_bound
-from .exact import GP, Approximation, Exact, ExactPosterior, GaussianPosterior, Posterior
+from .exact import (
+    GP, Approximation, Exact, ExactPosterior, GaussianPosterior, Posterior)
 from .fitting import Fit, fit
-from .inducing import GaussianWindow, InducingPoints, InducingPosterior, InducingVariables, Wavelet
+from .inducing import (
+    GaussianWindow, InducingPoints, InducingPosterior, InducingVariables, Wavelet)
 from .kernels import (
-    RBF, Constant, ConstantMean, Cosine, Exponential, IdentityMean, Kernel, Linear, LinearMean, Matern12, Matern32,
-    Matern52, Mean, Periodic, Polynomial, Process, Product, Sum, White, Wiener, Zero, sample_prior)
-from .likelihoods import Bernoulli, Beta, Gamma, Gaussian, Likelihood, Poisson, RobustMax, Softmax, StudentT
+    RBF, Constant, ConstantMean, Cosine, Exponential, IdentityMean, Kernel, Linear,
+    LinearMean, Matern12, Matern32, Matern52, Mean, Periodic, Polynomial, Process,
+    Product, Sum, White, Wiener, Zero, sample_prior)
+from .likelihoods import (
+    Bernoulli, Beta, Gamma, Gaussian, Likelihood, Poisson, RobustMax, Softmax,
+    StudentT)
 from .linalg import nan_on_failure
-from .parameters import (Parameter, cast, free, freeze, log_prior, log_prior_unconstrained, lower_triangular, partition,
-                         positive, unfreeze, unit_interval, unwrap)
-from .sparse import DTC, FITC, PITC, VFE, EvidenceInterval, PowerEPRegression, Statistics, uncollapsed_bound
+from .parameters import (
+    Parameter, cast, free, freeze, log_prior, log_prior_unconstrained,
+    lower_triangular, partition, positive, unfreeze, unit_interval, unwrap)
+from .sparse import (
+    DTC, FITC, PITC, VFE, EvidenceInterval, PowerEPRegression, Statistics,
+    uncollapsed_bound)
 from .svgp import SVGP, VariationalGaussian, adadelta, kmeans_centres, natural_gradient
 from .variational import VGP, MeanField, PointPosterior, WhitenedVGP
 
