@@ -6,9 +6,11 @@
 __all__ = ['negative_objective', 'History', 'Fit', 'fit']
 
 # %% ../nbs/14_fitting.ipynb #c004
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterable
-from contextlib import closing, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from typing import NamedTuple
 
 import equinox as eqx
@@ -72,7 +74,8 @@ class _Course:
 
     def __init__(self, bar, callback, every, checkpoints):
         self.bar, self.callback, self.every = bar, callback, every
-        self.checkpoints, self.shown, self.stop = checkpoints, None, False
+        self.checkpoints, self.shown = checkpoints, None
+        self.stop = self.interrupted = False
         self.objective, self.seconds, self.compile_seconds = [], [], 0.0
         self.start = time.perf_counter()
 
@@ -103,6 +106,26 @@ class _Course:
                                    seconds=self.seconds[:step])
         self.shown, self.start = step, self.start + time.perf_counter() - pause
 
+# %% ../nbs/14_fitting.ipynb #c027c2
+@contextmanager
+def _ctrl_c(course):
+    "Ctrl-C interrupts the course; a second one is an interrupt as usual."
+    before = signal.getsignal(signal.SIGINT)
+    main = threading.current_thread() is threading.main_thread()
+    if not main or before is not signal.default_int_handler:  # somebody else's business
+        yield
+        return
+
+    def interrupt(*_):
+        signal.signal(signal.SIGINT, before)
+        course.interrupted = True
+
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
 # %% ../nbs/14_fitting.ipynb #c027d
 def _result(course, reason):
     point, step, count = course.reached
@@ -122,14 +145,15 @@ def _run_scipy(course, trainable, data, steps, tolerance):
             course.compiled()
         course.reach(point, len(course.objective), [-loss])
         course.show()
-        return course.stop
+        return course.stop or course.interrupted
 
     reason = lbfgs(negative_objective, trainable, problem, record, steps, tolerance)
     if reason == why.NOT_FINITE:
         raise failure(0, [], negative_objective, trainable, *problem)
-    reason = why.STOPPED if course.stop else reason
     course.show(last=True)
-    return reason
+    if course.interrupted:
+        return why.INTERRUPTED
+    return why.STOPPED if course.stop else reason
 
 # %% ../nbs/14_fitting.ipynb #c029
 def _loss(trainable, step, rest, supply, first, key):
@@ -178,9 +202,11 @@ def _run_optax(course, source, key, steps, tolerance, optimiser):
                 where = state.trainable, state.step, rest, supply, span.first, key
                 raise failure(step, course.objective + values[:-1], _loss, *where)
             course.reach(state, step, values)
-            if reason != why.RUNNING:
+            if reason != why.RUNNING or course.interrupted:
                 break
-    if reason == why.TAKEN and step < steps:
+    if reason == why.RUNNING:
+        reason = why.INTERRUPTED
+    elif reason == why.TAKEN and step < steps:
         reason = why.STOPPED if course.stop else why.RAN_OUT
     course.show(last=True)
     return reason
@@ -270,10 +296,11 @@ def _run(course, approx, source, optimiser, steps, key, tolerance, resume):
     key = jax.random.fold_in(key, np.uint32(2**32 - 1)) if draws else None  # no step's
     precision = jnp.finfo(jnp.result_type(*jax.tree.leaves(trainable))).eps
     tolerance = -1.0 if source.noisy or draws else max(tolerance, 10 * float(precision))
-    if optimiser == "lbfgs":
-        return _run_scipy(course, trainable, source.data, steps, tolerance)
-    _begin(course, trainable, optimiser, source.devices, steps, resume)
-    return _run_optax(course, source, key, steps, tolerance, optimiser)
+    with _ctrl_c(course):
+        if optimiser == "lbfgs":
+            return _run_scipy(course, trainable, source.data, steps, tolerance)
+        _begin(course, trainable, optimiser, source.devices, steps, resume)
+        return _run_optax(course, source, key, steps, tolerance, optimiser)
 
 # %% ../nbs/14_fitting.ipynb #c032
 def fit(

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['REASONS', 'RUNNING', 'TAKEN', 'SETTLED', 'FLAT', 'NOT_FINITE', 'STOPPED', 'RAN_OUT', 'INTERRUPTED', 'NO_BETTER',
-           'WALLED', 'WINDOW', 'flat_value_and_gradient', 'lbfgs', 'not_finite', 'failure', 'State', 'initial_state',
-           'descend']
+           'WALLED', 'WINDOW', 'flat_value_and_gradient', 'steepness', 'lbfgs', 'not_finite', 'failure', 'State',
+           'initial_state', 'descend']
 
 # %% ../nbs/08_optimisers.ipynb #a004
 from collections.abc import Callable
@@ -46,14 +46,22 @@ REASONS = ("running", "all steps were taken", "the objective settled",
 (RUNNING, TAKEN, SETTLED, FLAT, NOT_FINITE, STOPPED, RAN_OUT, INTERRUPTED, NO_BETTER,
  WALLED) = range(len(REASONS))
 
+# %% ../nbs/08_optimisers.ipynb #a013c
+def steepness(trainable: PyTree, gradient: PyTree) -> Array:
+    "The left of @eq-stopping: the slope, each parameter in units of its own size."
+    slope = lambda g, x: jnp.max(jnp.abs(g) * jnp.maximum(1.0, jnp.abs(x)))
+    slopes = jax.tree.leaves(jax.tree.map(slope, gradient, trainable))
+    return jnp.max(jnp.stack(slopes))
+
 # %% ../nbs/08_optimisers.ipynb #a013b
 class _Search:
     "What SciPy calls: a function with walls, and the record of its steps."
 
-    def __init__(self, function, record):
-        self.function, self.record = function, record
+    def __init__(self, function, record, tolerance):
+        self.function, self.record, self.tolerance = function, record, tolerance
         self.trial = self.point = None    # place, value and gradient, if finite
         self.met = self.walled = False    # a wall, in this search and in the last one
+        self.flat = False                 # at the last point
 
     def evaluate(self, v):
         self.trial = None
@@ -81,7 +89,9 @@ class _Search:
         if self.trial is None:
             raise StopIteration                                   # no place to be
         self.point, self.met, self.walled = self.trial, False, self.met
-        if self.record(*self.point[:2]):
+        place, value, gradient = self.point
+        self.flat = steepness(place, gradient) <= self.tolerance
+        if self.record(place, value) or self.flat:
             raise StopIteration
 
 # %% ../nbs/08_optimisers.ipynb #a014
@@ -99,9 +109,9 @@ def lbfgs(
     flat, unravel = ravel_pytree(start)
     cast = lambda v: jnp.asarray(v, flat.dtype)
     function = lambda v: flat_value_and_gradient(loss, cast(v), start, *arguments)
-    search = _Search(function, lambda v, f: record(lambda: unravel(cast(v)), f))
-    options = dict(maxiter=steps, maxfun=30 * steps + 30, ftol=tolerance,
-                   gtol=tolerance)
+    reach = lambda v, value: record(lambda: unravel(cast(v)), value)
+    search = _Search(function, reach, tolerance)
+    options = dict(maxiter=steps, maxfun=30 * steps + 30, ftol=tolerance, gtol=0.0)
     result, v = OptimizeResult(success=False, status=99), np.asarray(flat, np.float64)
     try:
         search.evaluate(v)
@@ -112,7 +122,7 @@ def lbfgs(
         pass
     if search.point is None:
         return NOT_FINITE
-    if result.success and "GRADIENT" in result.message:
+    if search.flat:
         return FLAT
     if result.success:
         return WALLED if search.walled else SETTLED
@@ -173,10 +183,9 @@ def initial_state(
     return jax.tree.map(strong, state)                # weak types would compile twice
 
 
-def _reason_to_stop(loss, gradient, recent, step, last, tolerance):
+def _reason_to_stop(loss, trainable, gradient, recent, step, last, tolerance):
     "An index of REASONS, @eq-stopping."
-    sizes = [jnp.max(jnp.abs(g)) for g in jax.tree.leaves(gradient)]
-    slope = jnp.max(jnp.stack(sizes))
+    slope = steepness(trainable, gradient)
     finite = jnp.isfinite(loss) & jnp.isfinite(slope)
     settled = jnp.ptp(recent) <= tolerance * jnp.maximum(1.0, jnp.abs(loss))
     return jnp.select([~finite, slope <= tolerance, settled, step >= last],
@@ -216,7 +225,8 @@ def descend(
         here = lambda trainable: loss(trainable, state.step)
         value, gradient = _value_and_gradient(here, state, noisy)
         recent = jnp.roll(state.recent, 1).at[0].set(value.astype(state.recent.dtype))
-        reason = _reason_to_stop(value, gradient, recent, state.step, last, tolerance)
+        here_now = value, state.trainable, gradient
+        reason = _reason_to_stop(*here_now, recent, state.step, last, tolerance)
         state = state._replace(reason=reason.astype(state.reason.dtype))
         go_on = lambda: move(state, here, value, gradient, recent)
         return lax.cond(reason == RUNNING, go_on, lambda: state), recent[0]

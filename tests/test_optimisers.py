@@ -17,7 +17,7 @@ def minimise(loss, start, steps=200, tolerance=1e-12, **stop):
 
 
 def test_the_wall_is_a_parabola_whose_minimum_is_a_quarter_of_the_way():
-    search, rng = _Search(None, None), np.random.default_rng(0)
+    search, rng = _Search(None, None, 0.0), np.random.default_rng(0)
     start, slope, step = rng.normal(size=3), rng.normal(size=3), rng.normal(size=3)
     step *= -np.sign(step @ slope)                                                # downhill
     for scale in (1e-3, 1.0, 1e9):
@@ -30,7 +30,7 @@ def test_the_wall_is_a_parabola_whose_minimum_is_a_quarter_of_the_way():
 
 @pytest.mark.parametrize("offset", [0.0, 1e17])
 def test_a_wall_is_higher_than_where_one_stood_whatever_the_scale(offset):
-    value, _ = _Search(None, None).wall(np.array([1.0]), np.array([0.0]), offset, np.array([-1e-9]))
+    value, _ = _Search(None, None, 0.0).wall(np.array([1.0]), np.array([0.0]), offset, np.array([-1e-9]))
     assert value > offset
 
 
