@@ -2,7 +2,8 @@
 
 `exact`: the exact objective and its gradient. `streamed`: the variational bound with 200 inducing points, its statistics summed
 over batches of rows read from disk, and then its gradient with the data in memory. `stochastic`: `fit` of an SVGP with 200
-inducing points to minibatches of 1000 rows drawn from disk, and the time of a step beside that of a fit in memory."""
+inducing points to minibatches of 1000 rows drawn from disk, from a twentieth of the rows and then from all. `steps`: the time
+of a step of such a fit, from disk and in memory."""
 
 import json
 import re
@@ -49,7 +50,8 @@ def streamed(size: int) -> dict:
         return found | objective_and_gradient(*whole)
 
 
-def stochastic(size: int) -> dict:
+def stochastic_problem(size: int):
+    "An SVGP in single precision, and `fit` for it with settings that all runs share."
     import gp_thesis as gpt
     import jax
     import optax
@@ -59,24 +61,45 @@ def stochastic(size: int) -> dict:
     inducing = gpt.InducingPoints(problem.Z)
     kernel = gpt.RBF(lengthscale=problem.lengthscale, variance=np.float32(problem.variance))
     approximation = gpt.cast(gpt.SVGP(gpt.GP(kernel, gpt.Gaussian(np.float32(problem.noise))), inducing), np.float32)
+    settings = dict(optimiser=optax.adam(0.01), batch_size=1000, key=jax.random.key(0))
+    return (problem.X, problem.y), lambda data, **more: gpt.fit(approximation, data, **settings, **more)
+
+
+def on_disk(arrays, folder: str) -> tuple:
+    "The arrays, read from files."
+    for number, array in enumerate(arrays):
+        np.save(Path(folder, f"{number}.npy"), array)
+    return tuple(np.load(Path(folder, f"{number}.npy"), mmap_mode="r") for number in range(len(arrays)))
+
+
+def stochastic(size: int) -> dict:
+    data, fit = stochastic_problem(size)
     with tempfile.TemporaryDirectory() as folder:
-        files = [Path(folder, name) for name in ("X.npy", "y.npy")]
-        for file, array in zip(files, (problem.X, problem.y)):
-            np.save(file, array)
-        del problem
-        on_disk = tuple(np.load(file, mmap_mode="r") for file in files)
-        private = []  # what the process holds beside the pages of the files, which the system takes back when it needs them
-        settings = dict(optimiser=optax.adam(0.01), batch_size=1000, key=jax.random.key(0), every=100)
-        train = lambda data, steps: gpt.fit(approximation, data, steps=steps, **settings,
-                                            callback=lambda *_: private.append(private_memory()))
+        data = on_disk(data, folder)
+        few = tuple(array[:size // 20] for array in data)
+
+        def train(data):
+            private = []  # what the process holds beside the pages of the files, which the system takes back when it needs them
+            result = fit(data, steps=200, every=20, callback=lambda *_: private.append(private_memory()))
+            return float(result.history.objective[-1]), private
+
         before = peak_memory()
-        seconds, _, streamed = timed(lambda: train(on_disk, 1000))
-        found = {"before": before, "peak": peak_memory(), "seconds": seconds, "private": private[-11:]}
-        in_memory = tuple(np.array(array) for array in on_disk)
-        rounds = [[train(data, 50).history for data in (on_disk, in_memory)] for _ in range(12)]
-        for name, histories in zip(("disk", "memory"), zip(*rounds)):
-            found[name] = {"step": min(h.seconds[-1] for h in histories) / 50, "objective": float(histories[0].objective[-1])}
-        return found | {"stage": "stochastic fit streamed from disk", "dtype": "float32", "objective": float(streamed.history.objective[-1])}
+        train(few), train(data)  # compilation takes memory too
+        seconds, _, ((_, for_few), (objective, for_all)) = timed(lambda: (train(few), train(data)))
+        return {"before": before, "peak": peak_memory(), "seconds": seconds, "stage": "stochastic fit streamed from disk",
+                "dtype": "float32", "objective": objective, "private": {"few": for_few, "all": for_all}}
+
+
+def steps(size: int) -> dict:
+    data, fit = stochastic_problem(size)
+    with tempfile.TemporaryDirectory() as folder:
+        places = {"disk": on_disk(data, folder), "memory": data}
+        before = peak_memory()
+        seconds, _, rounds = timed(lambda: [{place: fit(rows, steps=50, every=50).history for place, rows in places.items()}
+                                            for _ in range(12)])
+        found = {place: {"step": min(histories[place].seconds[-1] for histories in rounds) / 50,
+                         "objective": float(rounds[0][place].objective[-1])} for place in places}
+        return found | {"before": before, "peak": peak_memory(), "seconds": seconds, "stage": "steps from disk and from memory", "dtype": "float32"}
 
 
 def private_memory() -> float | None:
@@ -99,6 +122,8 @@ def objective_and_gradient(step, read) -> dict:
     }
 
 
+MEASURED = {"exact": exact, "streamed": streamed, "stochastic": stochastic, "steps": steps}
+
 if __name__ == "__main__":
     name, size = sys.argv[1], int(sys.argv[2])
-    print(json.dumps({"size": size} | {"exact": exact, "streamed": streamed, "stochastic": stochastic}[name](size)))
+    print(json.dumps({"size": size} | MEASURED[name](size)))

@@ -20,7 +20,7 @@ from report import OURS, compare, disagreements, show, speed_ratio, write
 LIBRARIES = ("gpflow", "gpytorch", "gpjax", "sklearn", OURS)
 DTYPES = ("float64", "float32")
 CORES = 2
-MEMORY = {"exact": (10_000, 6.0), "streamed": (1_000_000, 2.0), "stochastic": (1_000_000, 1.0)}  # rows and the limit in GiB
+MEMORY = {"exact": (10_000, 6.0), "streamed": (1_000_000, 2.0), "stochastic": (1_000_000, 1.0), "steps": (1_000_000, 1.0)}  # rows and the limit in GiB
 ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "3"}
 
 

@@ -14,6 +14,7 @@ from typing import ClassVar, final
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from .kernels import Kernel, Mean, Process, Zero, check_dtypes, check_inputs
@@ -244,7 +245,7 @@ def _weight(approx, rows, num_data):
             raise ValueError(f"num_data must be at least {rows}, the rows of the "
                              f"batch, got {num_data}")
         weight = 1.0 if num_data is None else num_data / rows
-        return (jnp.asarray(weight, float_dtype(approx)),)
+        return (np.asarray(weight, float_dtype(approx)),)
     if num_data not in (None, rows):
         raise ValueError(f"{type(approx).__name__} needs all data at once: num_data "
                          f"must be {rows}, the rows of X, got {num_data}")
@@ -320,8 +321,8 @@ def caution_jitter(model, X):
     noise, variances = unwrap(model.likelihood).variance, model.kernel.diag(X)
     if isinstance(noise, jax.core.Tracer) or isinstance(variances, jax.core.Tracer):
         return
-    least = JITTER[variances.dtype.name][0] * jnp.mean(variances)
-    if noise < 100 * least and compiled(_is_singular, model, X):
+    least = JITTER[variances.dtype.name][0] * np.asarray(variances).mean()
+    if float(noise) < 100 * least and compiled(_is_singular, model, X):
         warnings.warn(
             f"K + σ²I of size {len(X)} x {len(X)} is singular to rounding with a noise "
             f"variance of {noise:.1g}: at least {least:.1g} was added to its diagonal, "

@@ -47,6 +47,7 @@ REASONS = ("running", "all steps were taken", "the objective settled",
  WALLED) = range(len(REASONS))
 
 # %% ../nbs/08_optimisers.ipynb #a013c
+@jax.jit
 def steepness(trainable: PyTree, gradient: PyTree) -> Array:
     "The left of @eq-stopping: the slope, each parameter in units of its own size."
     slope = lambda g, x: jnp.max(jnp.abs(g) * jnp.maximum(1.0, jnp.abs(x)))

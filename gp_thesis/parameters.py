@@ -32,7 +32,8 @@ class Parameter(AbstractUnwrappable):
         prior=None,  # A numpyro distribution over `value`, or nothing
     ):
         self.constraint = constraint
-        self.unconstrained = biject_to(constraint)._inverse(value)
+        free = constraint is constraints.real
+        self.unconstrained = value if free else _inverse(biject_to(constraint), value)
         self.prior = None if prior is None else NonTrainable(prior)
 
     def unwrap(self) -> Array:
@@ -53,6 +54,12 @@ class Parameter(AbstractUnwrappable):
 
     def __pdoc__(self, **kwargs):
         return wl.TextDoc(repr(self))  # a kernel prints the values of its parameters
+
+# %% ../nbs/01_parameters.ipynb #c008a
+@jax.jit
+def _inverse(bijection, value):
+    "The unconstrained from the constrained, in one program."
+    return bijection._inverse(value)
 
 
 def is_frozen(x) -> bool:
@@ -82,7 +89,7 @@ def as_float(value, name: str = "value") -> Array:
     "`value` as an array of its floating dtype, or else of JAX's default float."
     try:
         if not isinstance(value, jax.Array):
-            value = jnp.asarray(np.asarray(value))  # numpy first: no weak types
+            value = jax.device_put(np.asarray(value))  # compiles nothing; not weak
     except (TypeError, ValueError) as error:
         raise ValueError(f"{name} must be a number or an array of numbers, "
                          f"got {type(value).__name__}") from error
@@ -129,9 +136,11 @@ class _FillTriangle(Transform):
     "`fill_triangle` with softplus on the diagonal."
     domain, codomain = constraints.real_vector, LOWER_CHOLESKY
 
+    @jax.jit
     def __call__(self, x):
         return _on_diagonal(jax.nn.softplus, fill_triangle(x))[0]
 
+    @jax.jit
     def _inverse(self, y):
         return read_triangle(_on_diagonal(lambda d: d + jnp.log(-jnp.expm1(-d)), y)[0])
 

@@ -183,13 +183,14 @@ def _prior_q(approx, num_latents):
     inducing, separate = approx.inducing, isinstance(approx.inducing, tuple)
     parts = inducing if separate else (inducing,)
     m = zeros_for(approx.model, M := len(parts[0]), num_latents)
-    factors = [jnp.eye(M, dtype=m.dtype)]
+    factors = np.eye(M, dtype=m.dtype)
     if not approx.whiten:
         prior_factor = lambda part, model: inducing_factor(part, model.kernel)
-        factors = [eqx.filter_jit(prior_factor)(*unwrap((part, approx.model)))
-                   for part in parts]
-    S_factor = jnp.broadcast_to(jnp.stack(factors), (num_latents, M, M))
-    S_factor = S_factor if m.ndim == 2 else S_factor[0]
+        factors = jnp.stack([eqx.filter_jit(prior_factor)(*unwrap((part, approx.model)))
+                             for part in parts])
+        factors = factors[0] if len(parts) == 1 else factors
+    shape = (M, M) if m.ndim == 1 else (num_latents, M, M)
+    S_factor = jnp.broadcast_to(factors, shape)
     return VariationalGaussian(free(m), lower_triangular(S_factor))
 
 # %% ../nbs/30_classification.ipynb #c031

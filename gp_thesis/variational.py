@@ -122,7 +122,7 @@ def zeros_for(
                          "functions at once: num_latents must be that, "
                          f"got {num_latents}")
     shape = (num_data,) if num_latents == 1 else (num_data, num_latents)
-    return jnp.zeros(shape, float_dtype(model))
+    return np.zeros(shape, float_dtype(model))
 
 # %% ../nbs/20_variational.ipynb #c029
 class MeanField(Approximation):
@@ -352,7 +352,7 @@ class WhitenedVGP(Approximation):
         num_latents: int = 1,  # P
     ):
         zeros = zeros_for(model, num_data, num_latents)
-        eye = jnp.eye(num_data, dtype=zeros.dtype)
+        eye = np.eye(num_data, dtype=zeros.dtype)
         eye = jnp.broadcast_to(eye, (*zeros.shape[1:], num_data, num_data))
         self.model, self.m, self.S_factor = model, free(zeros), lower_triangular(eye)
 

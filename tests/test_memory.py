@@ -1,4 +1,5 @@
-"Memory at full size, in processes of their own: exact regression on ten thousand rows, the sparse bound and a fit on a million."
+"""Memory in processes of their own, in units of what the method has to hold. `make peers` measures the same at ten thousand
+and a million rows."""
 import json
 import math
 import os
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+GIBI, COMPILER = 2**30, 0.15  # GiB that compilation takes for itself
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "memory.py"
 
 
@@ -26,26 +28,27 @@ def numbers(measured):
     return found
 
 
-def test_exact_objective_and_gradient_stay_within_the_limit():
-    measured = measure("exact", 10_000)
+def test_exact_objective_and_gradient_hold_five_matrices():
+    N = 4000
+    measured = measure("exact", N)
     assert len(numbers(measured)) == 1 + 8 + 1 + 1  # lengthscales, variance, noise
-    assert measured["peak"] <= 6.0  # GiB
+    assert measured["peak"] - measured["before"] < 5 * N**2 * 8 / GIBI + COMPILER
 
 
-def test_a_million_rows_stream_within_the_limit():
-    measured = measure("streamed", 1_000_000)
-    assert len(numbers(measured)) == 1 + 8 + 1 + 1 + 200 * 8
+def test_streamed_rows_are_never_held_at_once():
+    N, M = 400_000, 200
+    measured = measure("streamed", N)
+    assert len(numbers(measured)) == 1 + 8 + 1 + 1 + M * 8
     assert math.isclose(measured["pass"]["objective"], measured["objective"], rel_tol=1e-9)
-    assert measured["pass"]["peak"] <= 2.0 and measured["peak"] <= 2.0  # GiB; batches from disk, then the gradient in memory
+    assert measured["pass"]["peak"] - measured["pass"]["before"] < N * M * 8 / GIBI / 2 + COMPILER  # batches from disk
+    assert measured["peak"] - measured["pass"]["peak"] < N * M * 8 / GIBI / 2 + COMPILER            # and the gradient in memory
 
 
-def test_a_fit_to_a_million_rows_on_disk_takes_no_more_memory_than_to_fewer_rows():
-    few, many = measure("stochastic", 50_000), measure("stochastic", 1_000_000)
-    assert many["peak"] <= 1.0  # GiB
-    for measured in (few, many):
-        assert measured["disk"]["objective"] == measured["memory"]["objective"]  # the same rows, the same arithmetic
-    if None in many["private"]:
+def test_a_fit_to_rows_on_disk_takes_no_more_memory_than_to_a_twentieth_of_them():
+    N = 1_000_000
+    private = measure("stochastic", N)["private"]
+    if None in private["all"]:
         pytest.skip("this system does not tell a process's own pages from those of its files")
-    data = 1_000_000 * 9 * 4 / 2**30
-    assert max(many["private"][2:]) - min(many["private"][2:]) < data / 2        # flat, once the first steps have been taken
-    assert abs(many["private"][-1] - few["private"][-1]) < data / 2              # whatever the number of rows
+    data = N * 9 * 4 / GIBI
+    assert max(private["all"][2:]) - min(private["all"][2:]) < data / 2  # flat, once the first steps have been taken
+    assert private["all"][-1] - private["few"][-1] < data / 2
