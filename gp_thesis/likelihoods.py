@@ -7,7 +7,8 @@ __all__ = ['LINKS', 'ObservationModel', 'Likelihood', 'check_observations', 'che
            'log_expectation_about', 'gaussian_log_density', 'Gaussian', 'Bernoulli', 'normal_hazard', 'log_normal_cdf',
            'Multiclass', 'probability_largest', 'RobustMax', 'log_omega_start', 'log_sum_exp_bound', 'normal_nodes',
            'log_expectation_of_several', 'Softmax', 'log_omega', 'log_rate_bump', 'LogRate', 'Poisson',
-           'check_exposures', 'Gamma', 'Exponential', 'Beta', 'StudentT']
+           'check_exposures', 'Gamma', 'Exponential', 'Beta', 'double_exponential_rule', 'student_constant',
+           'student_variance', 'expected_log_tail', 'log_tilted_tail', 'StudentT']
 
 # %% ../nbs/11_likelihoods.ipynb #c004
 import math
@@ -677,6 +678,64 @@ class Beta(Likelihood):
         y_var = gauss_hermite(spread, mean, var, self.points)
         return y_mean, y_var  # @eq-total-moments
 
+# %% ../nbs/11_likelihoods.ipynb #n031a
+def double_exponential_rule(
+    a,  # The integrand falls like λᵃ to the left and like exp(-λ) to the right
+    low: Array,  # λ₀: below it nothing else changes, any shape
+    points: int = 80,
+) -> tuple[Array, Array]:  # log λ and weights, (points, ...)
+    "Nodes and weights for integrals over dλ/λ, λ > 0, @eq-double-exponential."
+    a, low = stop_gradient((a, low))
+    reach = jnp.log1p(36 / a + 8.5 / jnp.sqrt(a))  # exp(-36) of the integrand is beyond
+    width = 2 * reach + jnp.log(a / low)
+    fraction = np.linspace(0, 1, points).reshape(-1, *[1] * jnp.ndim(low))
+    w = -reach + fraction.astype(width.dtype) * width
+    log_nodes = jnp.log(low) + w - jnp.expm1(-w)
+    return log_nodes, width / (points - 1) * (1 + jnp.exp(-w))
+
+
+def student_constant(likelihood):
+    "log C, @eq-student."
+    df = likelihood.df
+    log_gammas = math.lgamma((df + 1) / 2) - math.lgamma(df / 2)
+    return log_gammas - 0.5 * math.log(df * math.pi) - jnp.log(likelihood.scale)
+
+
+def student_variance(likelihood):
+    "τ, @eq-student; infinite or NaN for few degrees of freedom."
+    df, heavy = likelihood.df, jnp.inf if likelihood.df > 1 else jnp.nan
+    return likelihood.scale**2 * (df / (df - 2) if df > 2 else heavy)
+
+# %% ../nbs/11_likelihoods.ipynb #n031b
+def _bump_sizes(likelihood, mean, var, y):
+    "r and s, @eq-student-bump."
+    squared = likelihood.df * likelihood.scale**2
+    return jnp.broadcast_arrays((y - mean) ** 2 / squared, 2 * var / squared)
+
+
+def _log_bump(r, s, nodes):
+    "log g(λ), @eq-student-bump."
+    return -nodes * r / (1 + nodes * s) - 0.5 * jnp.log1p(nodes * s)
+
+
+def expected_log_tail(likelihood, mean, var, y):
+    "(ν + 1) / 2 times E log(1 + u), @eq-student-integrals."
+    r, s = _bump_sizes(likelihood, mean, var, y)
+    t, weights = double_exponential_rule(1.0, 1 / (1 + r + s), likelihood.points)
+    lost = -jnp.expm1(_log_bump(r, s, jnp.exp(t)))
+    return (likelihood.df + 1) / 2 * jnp.sum(weights * jnp.exp(-jnp.exp(t)) * lost, 0)
+
+
+def log_tilted_tail(likelihood, mean, var, y, power):
+    "log of E (1 + u)^-a, @eq-student-integrals."
+    (r, s), a = _bump_sizes(likelihood, mean, var, y), power * (likelihood.df + 1) / 2
+    low = (a + 1) / (1 + r + s / (a + 1))
+    t, weights = double_exponential_rule(a + 1, low, likelihood.points)
+    nodes = jnp.exp(t)
+    q = 0.5 * s / (1 + nodes * s) + r / (1 + nodes * s) ** 2
+    log_terms = (a + 1) * t - nodes + _log_bump(r, s, nodes) + jnp.log1p(q)
+    return jax.nn.logsumexp(log_terms, axis=0, b=weights) - gammaln(a + 1)
+
 # %% ../nbs/11_likelihoods.ipynb #n032
 class StudentT(Likelihood):
     """Noise with heavy tails: (y - f) / scale is Student's t distributed, @eq-student.
@@ -684,6 +743,7 @@ class StudentT(Likelihood):
     `df`, its degrees of freedom, is a fixed number. The mean of y exists for df > 1 and
     its variance is finite for df > 2; below, they are NaN and infinity.
     Raises ValueError unless `df` is positive and finite."""
+    points: ClassVar[int] = 80  # of the integrals over λ
     scale: Parameter
     df: float = eqx.field(static=True)
 
@@ -697,19 +757,22 @@ class StudentT(Likelihood):
         self.scale, self.df = positive(scale, name="scale"), float(df)
 
     def log_density(self, f, y):
-        df, z = self.df, (y - f) / self.scale
-        log_constant = math.lgamma((df + 1) / 2) - math.lgamma(df / 2)
-        log_constant -= 0.5 * math.log(df * math.pi)
-        log_tail = (df + 1) / 2 * jnp.log1p(z**2 / df)
-        return log_constant - jnp.log(self.scale) - log_tail  # @eq-student
+        z = (y - f) / self.scale
+        log_tail = (self.df + 1) / 2 * jnp.log1p(z**2 / self.df)
+        return student_constant(self) - log_tail  # @eq-student
+
+    def variational_expectations(self, mean, var, y):  # @eq-student-integrals
+        return student_constant(self) - expected_log_tail(self, mean, var, y)
+
+    def log_tilted(self, mean, var, y, power=1.0):  # @eq-student-integrals
+        tail = log_tilted_tail(self, mean, var, y, power)
+        return power * student_constant(self) + tail
 
     def conditional_mean(self, f):
         return f if self.df > 1 else jnp.full_like(f, jnp.nan)
 
     def conditional_variance(self, f):
-        heavy = jnp.inf if self.df > 1 else jnp.nan
-        factor = self.df / (self.df - 2) if self.df > 2 else heavy
-        return self.scale**2 * factor + jnp.zeros_like(f)
+        return student_variance(self) + jnp.zeros_like(f)
 
     def predict_mean_and_var(self, mean, var):  # @eq-total-moments
         return self.conditional_mean(mean), var + self.conditional_variance(mean)

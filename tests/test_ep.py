@@ -20,24 +20,12 @@ from gp_thesis.exact import GP, Exact
 from gp_thesis.fitting import fit, negative_objective
 from gp_thesis.inducing import InducingPoints, InducingPosterior, inducing_factor
 from gp_thesis.kernels import RBF, ConstantMean, Matern32
-from gp_thesis.likelihoods import Bernoulli, Gaussian, Likelihood, Poisson, RobustMax
+from gp_thesis.likelihoods import Bernoulli, Gaussian, Likelihood, Poisson, RobustMax, StudentT
 from gp_thesis.linalg import nan_on_failure
 from gp_thesis.optimisers import flat_value_and_gradient
 from gp_thesis.parameters import Parameter, cast, freeze, partition, positive, unwrap
 from gp_thesis.sparse import FITC, uncollapsed_bound
 from gp_thesis.variational import VGP
-
-
-class Student(Likelihood):
-    "Heavy tails: a log density that is not concave."
-    scale: Parameter
-    points = 150
-
-    def __init__(self, scale=0.3):
-        self.scale = positive(scale)
-
-    def log_density(self, f, y):
-        return jax.scipy.stats.t.logpdf(y, 4.0, loc=f, scale=self.scale)
 
 
 class Logit(Bernoulli):
@@ -254,7 +242,7 @@ def test_counts_on_three_points_against_quadrature():
 def test_outliers_get_negative_precisions_and_proper_cavities(sequential):
     X, y = problem(40)
     y[[5, 17, 30]] += [6.0, -8.0, 5.0]
-    approx = EP(model(Student()), sequential=sequential, rounds=300)
+    approx = EP(model(StudentT(0.3)), sequential=sequential, rounds=300)
     value, post, point = answers(approx, X, y, "objective", "posterior", "fixed_point")
     assert point.misfit <= 1e-6 and (np.asarray(point.sites.precision)[[5, 17, 30]] < 0.05).all()
     assert np.asarray(point.sites.precision).min() < 0 and (np.asarray(point.var) > 0).all()
@@ -280,7 +268,7 @@ def test_rows_may_repeat():
     assert EP(model(), **TIGHT).fixed_point(twice, y2).misfit <= 1e-6
 
 
-@pytest.mark.parametrize("sparse, likelihood, target", [(True, Student(1.0), lambda y: y), (False, Poisson(), lambda y: np.round(np.exp(y)))],
+@pytest.mark.parametrize("sparse, likelihood, target", [(True, StudentT(0.3), lambda y: y), (False, Poisson(), lambda y: np.round(np.exp(y)))],
                          ids=["Student", "counts"])
 def test_gradients_of_the_converged_evidence(sparse, likelihood, target):
     X, y = problem(15)
@@ -289,7 +277,7 @@ def test_gradients_of_the_converged_evidence(sparse, likelihood, target):
     Z = np.linspace(0.2, 3.8, 4)[:, None]
     approx = GFITC(gp, InducingPoints(Z), **settings) if sparse else EP(gp, **settings)
     gradient, differences = gradient_and_differences(approx, X, target(y))
-    assert len(gradient) == 3 + (4 if sparse else 0) + isinstance(likelihood, Student)
+    assert len(gradient) == 3 + (4 if sparse else 0) + isinstance(likelihood, StudentT)
     assert np.allclose(gradient, differences, rtol=1e-5, atol=1e-6) and np.abs(gradient).min() > 1e-4
 
 

@@ -346,7 +346,7 @@ ONE = {
 @pytest.mark.parametrize("mean,var", [(0.0, 0.5), (-1.2, 0.05), (0.8, 1.5)])
 def test_integrals_of_one_latent_against_a_fine_grid(case, mean, var):
     likelihood, log_density, _, y = ONE[case]
-    likelihood, closed = unwrap(likelihood), isinstance(likelihood, LogRate)
+    likelihood, closed = unwrap(likelihood), isinstance(likelihood, (LogRate, StudentT))
     grid, log_weight = normal_grid(40_001, reach=45.0)
     f = mean + np.sqrt(var) * grid
     inside = np.abs(f) < 5                                      # where the comparison itself can be trusted
@@ -483,6 +483,37 @@ def test_student_moments_exist_where_they_do():
     assert all(np.isnan(moment).all() for moment in unwrap(StudentT(df=1.0)).predict_mean_and_var(mean, var))
     many = unwrap(StudentT(0.7, df=1e6))
     assert np.allclose(many.log_density(mean, 0.4), unwrap(Gaussian(0.49)).log_density(mean, 0.4), atol=1e-5)
+
+
+@pytest.mark.parametrize("scale,df", [(0.01, 1.0), (0.05, 4.0), (0.2, 30.0)])
+def test_integrals_of_a_narrow_student_under_a_wide_gaussian(scale, df):
+    likelihood, means, h = unwrap(StudentT(scale, df)), np.linspace(0, 6, 7), 1e-5
+
+    def under_gaussian(g, m):
+        "The integral of g(f) N(f | m, 1), by many nodes between breaks about the spike at y = 0 and about m."
+        spike = scale * np.array([-100, -20, -5, -1, 0, 1, 5, 20, 100])
+        ends = np.unique([*spike, -1, 1, m - 9, m - 3, m, m + 3, m + 9])
+        nodes, weights = np.polynomial.legendre.leggauss(100)
+        middle, half = (ends[1:] + ends[:-1]) / 2, (ends[1:] - ends[:-1]) / 2
+        f = middle[:, None] + half[:, None] * nodes
+        return np.sum(half[:, None] * weights * g(f) * norm.pdf(f, m))
+
+    expected = [under_gaussian(lambda f: t.logpdf(0, df, f, scale), m) for m in means]
+    assert np.allclose(student_integrals(likelihood, means, 1.0)[0], expected, rtol=0, atol=1e-8)
+    for power in (1.0, 0.5, 0.01):
+        exact = [np.log(under_gaussian(lambda f: np.exp(power * t.logpdf(0, df, f, scale)), m)) for m in means]
+        _, value, slope = student_integrals(likelihood, means, power)
+        assert np.allclose(value, exact, rtol=0, atol=1e-8)
+        differences = [student_integrals(likelihood, means + step, power)[1] for step in (h, -h)]
+        assert np.allclose(slope, (differences[0] - differences[1]) / (2 * h), rtol=0, atol=1e-6)
+
+
+@eqx.filter_jit
+def student_integrals(likelihood, means, power):
+    "Of y = 0 under N(mean, 1): the expected log density, the log tilted integral and its derivative in the mean."
+    value = lambda m: likelihood.log_tilted(m, jnp.ones_like(m), jnp.zeros_like(m), power)
+    expected = likelihood.variational_expectations(means, jnp.ones_like(means), jnp.zeros_like(means))
+    return expected, value(means), jax.grad(lambda m: value(m).sum())(means)
 
 
 def largest(mean, var, y):
