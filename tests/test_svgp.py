@@ -7,11 +7,10 @@ import numpy as np
 import optax
 import pytest
 from gp_thesis import products
-from gp_thesis.inducing import GaussianWindow, InducingPoints, inducing_factor
+from gp_thesis.inducing import GaussianWindow, InducingPoints
 from gp_thesis.parameters import free, lower_triangular
 from gp_thesis.sparse import uncollapsed_bound
 from gp_thesis.svgp import SVGP, adadelta, kmeans_centres, natural_gradient, natural_step
-from jax.flatten_util import ravel_pytree
 
 MEANS = {"linear": gpt.LinearMean([0.3, -0.2])}
 
@@ -83,26 +82,39 @@ def written_out(approx, X, y):
     approx = gpt.unwrap(approx)
     model, M = approx.model, len(parts(approx)[0])
     m, R = approx.q.m.reshape(M, -1), approx.q.S_factor.reshape(-1, M, M)
-    moments, kl = [], 0.0
-    for p in range(m.shape[1]):
-        inducing = parts(approx)[p % len(parts(approx))]
+
+    def of_one(inducing, m, R):
         K, Kuf = inducing.covariance(model.kernel), inducing.cross_covariance(model.kernel, X)
         L = jnp.linalg.cholesky(K) if approx.whiten else jnp.eye(M)
-        mean_u, S_u = L @ m[:, p], L @ R[p] @ R[p].T @ L.T
-        W = jnp.linalg.solve(K, Kuf)
+        mean_u, S_u = L @ m, L @ R @ R.T @ L.T
+        K_inv = jnp.linalg.inv(K)
+        W = K_inv @ Kuf
         var = model.kernel.evaluate_diag(X) + jnp.sum(W * ((S_u - K) @ W), axis=0)
-        moments.append((model.mean.evaluate(X) + W.T @ mean_u, var))
-        kl += 0.5 * (jnp.trace(jnp.linalg.solve(K, S_u)) + mean_u @ jnp.linalg.solve(K, mean_u) - M
-                     + jnp.linalg.slogdet(K)[1] - jnp.linalg.slogdet(S_u)[1])
-    mean, var = (jnp.stack(a, axis=1) if approx.q.m.ndim == 2 else a[0] for a in zip(*moments))
-    return jnp.sum(model.likelihood.variational_expectations(mean, var, y)) - kl
+        kl = 0.5 * (jnp.trace(K_inv @ S_u) + mean_u @ K_inv @ mean_u - M + jnp.linalg.slogdet(K)[1] - jnp.linalg.slogdet(S_u)[1])
+        return model.mean.evaluate(X) + W.T @ mean_u, var, kl
+
+    inducing = jax.tree.map(lambda *each: jnp.stack(each), *(parts(approx) * len(R))[:len(R)])
+    mean, var, kl = jax.vmap(of_one)(inducing, m.T, R)
+    mean, var = (mean.T, var.T) if approx.q.m.ndim == 2 else (mean[0], var[0])
+    return jnp.sum(model.likelihood.variational_expectations(mean, var, y)) - jnp.sum(kl)
 
 
 def flat_function(function, approx, *data):
     "The numbers an optimiser moves, and the value and gradient of `function(approx, *data)` in them, compiled."
     trainable, rest = gpt.partition(approx)
-    flat, unravel = ravel_pytree(trainable)
-    return flat, jax.jit(jax.value_and_grad(lambda v: function(eqx.combine(unravel(v), rest), *data)))
+    leaves, structure = jax.tree.flatten(trainable)
+
+    def value(v):
+        cut = jnp.split(v, np.cumsum([leaf.size for leaf in leaves])[:-1])
+        moved = structure.unflatten(part.reshape(leaf.shape) for part, leaf in zip(cut, leaves))
+        return function(eqx.combine(moved, rest), *data)
+
+    return numbers(approx), jax.jit(jax.value_and_grad(value))
+
+
+def numbers(tree):
+    "The numbers an optimiser moves, frozen or not, as one vector."
+    return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(gpt.partition(gpt.unfreeze(tree))[0])])
 
 
 def bound(approx, X, y):
@@ -115,41 +127,49 @@ def test_bound_and_gradient_are_the_formula_written_out(name):
     flat, ours = flat_function(bound, approx, X, y)
     value, gradient = ours(flat)
     truth, slope = flat_function(written_out, approx, jnp.asarray(X), jnp.asarray(y))[1](flat)
-    assert jnp.allclose(value, truth, rtol=1e-8) and jnp.isfinite(value)
-    assert jnp.abs(gradient - slope).max() < 1e-6 * jnp.abs(slope).max()
+    assert np.allclose(value, truth, rtol=1e-8) and np.isfinite(value)
+    assert np.abs(gradient - slope).max() < 1e-6 * np.abs(slope).max()
 
 
 @pytest.mark.parametrize("name", ["Poisson", "shared", "softmax"])
 def test_bound_is_the_uncollapsed_bound_of_the_posterior(name):
     approx, X, y = case(name)
-    assert jnp.allclose(approx.objective(X, y), uncollapsed_bound(approx.posterior(), jnp.asarray(X), jnp.asarray(y)), rtol=1e-10)
+    assert np.allclose(approx.objective(X, y), eqx.filter_jit(uncollapsed_bound)(approx.posterior(), X, y), rtol=1e-10)
+
+
+@eqx.filter_jit
+def answers(approx, X, y, Xs):
+    "The objective, moments of f and y at Xs, and the covariance of f(Xs) with f(X)."
+    post = approx.posterior()
+    return approx.objective(X, y), (*post.marginals(Xs), *post.predict_y(Xs)), post.covariance(Xs, X)
 
 
 @pytest.mark.parametrize("name", ["own, plain"])
 def test_independent_outputs_are_single_approximations(name):
     approx, X, y = case(name)
-    Xs, post, total = inputs(5, seed=9), approx.posterior(), 0.0
+    Xs, total = inputs(5, seed=9), 0.0
+    objective, moments, covariance = answers(approx, X, y, Xs)
     for p in range(3):
         alone = SVGP(approx.model, parts(approx)[p % len(parts(approx))], whiten=approx.whiten)
         alone = with_q(alone, approx.q.m.value[:, p], approx.q.S_factor.value[p])
-        total += alone.objective(X, y[:, p])
-        one = alone.posterior()
-        for a, b in zip((*post.marginals(Xs), *post.predict_y(Xs)), (*one.marginals(Xs), *one.predict_y(Xs))):
-            assert jnp.allclose(a[:, p], b, rtol=0, atol=1e-10)
-        assert jnp.allclose(post.covariance(Xs, X)[p], one.covariance(Xs, X), rtol=0, atol=1e-10)
-    assert jnp.allclose(approx.objective(X, y), total, rtol=1e-10)
+        own, own_moments, own_covariance = answers(alone, X, y[:, p], Xs)
+        total += own
+        for a, b in zip(moments, own_moments):
+            assert np.allclose(a[:, p], b, rtol=0, atol=1e-10)
+        assert np.allclose(covariance[p], own_covariance, rtol=0, atol=1e-10)
+    assert np.allclose(objective, total, rtol=1e-10)
 
 
 @pytest.mark.parametrize("name", ["shared"])
 def test_plain_coordinates_are_the_whitened_ones_moved_by_L(name):
     approx, X, y = case(name)
-    L = jnp.stack([jnp.linalg.cholesky(gpt.unwrap(part).covariance(gpt.unwrap(approx.model.kernel))) for part in parts(approx)])
-    m, R = approx.q.m.value.reshape(6, -1), approx.q.S_factor.value.reshape(-1, 6, 6)
+    L = np.linalg.cholesky(np.stack([approx.model.kernel(part.Z.value) for part in parts(approx)]))
+    m, R = np.asarray(approx.q.m.value).reshape(6, -1), np.asarray(approx.q.S_factor.value).reshape(-1, 6, 6)
     u_mean, u_factor = (L @ m.T[..., None])[..., 0].T.reshape(approx.q.m.value.shape), (L @ R).reshape(approx.q.S_factor.value.shape)
     inducing = list(approx.inducing) if isinstance(approx.inducing, tuple) else approx.inducing
     plain = with_q(SVGP(approx.model, inducing, num_latents=m.shape[1], whiten=False), u_mean, u_factor)
-    assert jnp.allclose(plain.objective(X, y), approx.objective(X, y), rtol=1e-10)
-    assert jnp.allclose(plain.posterior().covariance(X), approx.posterior().covariance(X), rtol=0, atol=1e-10)
+    assert np.allclose(plain.objective(X, y), approx.objective(X, y), rtol=1e-10)
+    assert np.allclose(plain.posterior().covariance(X), approx.posterior().covariance(X), rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("whiten", [True, False])
@@ -158,7 +178,7 @@ def test_q_starts_as_the_prior(inducing, whiten):
     approx = SVGP(gpt.GP(gpt.Matern32(0.9, 1.3), gpt.Gaussian(0.1), gpt.ConstantMean(0.7)), inducing, whiten=whiten)
     Xs = inputs(5, seed=9)
     mean, cov = approx.posterior().mean(Xs), approx.posterior().covariance(Xs)
-    assert jnp.allclose(mean, 0.7, atol=1e-10) and jnp.allclose(cov, approx.model.kernel(Xs), atol=1e-10)
+    assert np.allclose(mean, 0.7, atol=1e-10) and np.allclose(cov, approx.model.kernel(Xs), atol=1e-10)
 
 
 # Monte Carlo
@@ -212,13 +232,14 @@ def test_with_the_data_as_inducing_points_it_is_vgp(name):
     vgp = eqx.tree_at(lambda a: (a.targets, a.precision), vgp,
                       (free(random.normal(size=shape)), gpt.positive(random.uniform(0.5, 2, shape))))
     q = vgp.posterior(X)
-    same = with_q(approx, q.m, jnp.linalg.cholesky(q.S_factor @ jnp.swapaxes(q.S_factor, -1, -2)))
-    assert jnp.allclose(same.objective(X, y), vgp.objective(X, y), rtol=1e-8)
+    S_factor = np.asarray(q.S_factor)
+    same = with_q(approx, q.m, np.linalg.cholesky(S_factor @ np.swapaxes(S_factor, -1, -2)))
+    assert np.allclose(same.objective(X, y), vgp.objective(X, y), rtol=1e-8)
     best = vgp.fixed_point(X, y, rounds=60, rate=0.7)
     ours = quiet(same, (X, y), natural_gradient(0.7), 60)
     assert best.objective(X, y) > vgp.objective(X, y) + 1
-    assert jnp.allclose(ours.objective(X, y), best.objective(X, y), rtol=0, atol=1e-7)
-    assert jnp.allclose(ours.posterior().mean(X), best.posterior(X).mean(X), rtol=0, atol=1e-5)
+    assert np.allclose(ours.objective(X, y), best.objective(X, y), rtol=0, atol=1e-7)
+    assert np.allclose(ours.posterior().mean(X), best.posterior(X).mean(X), rtol=0, atol=1e-5)
 
 
 def test_robust_max_with_the_data_as_inducing_points_is_whitened_vgp():
@@ -226,9 +247,9 @@ def test_robust_max_with_the_data_as_inducing_points_is_whitened_vgp():
     y, model = observations("classes", X), gpt.GP(gpt.Matern32(0.9, 1.3), gpt.RobustMax(3))
     approx, vgp = shaken(SVGP(model, InducingPoints(X))), gpt.WhitenedVGP(model, 20, 3)
     vgp = eqx.tree_at(lambda a: (a.m, a.S_factor), vgp, (approx.q.m, approx.q.S_factor))
-    assert jnp.allclose(approx.objective(X, y), vgp.objective(X, y), rtol=1e-9)
+    assert np.allclose(approx.objective(X, y), vgp.objective(X, y), rtol=1e-9)
     post, same = approx.posterior(), vgp.posterior(X)
-    assert jnp.allclose(post.predict_y(inputs(5, seed=9))[0], same.predict_y(inputs(5, seed=9))[0], rtol=0, atol=1e-8)
+    assert np.allclose(post.predict_y(inputs(5, seed=9))[0], same.predict_y(inputs(5, seed=9))[0], rtol=0, atol=1e-8)
 
 
 @pytest.mark.parametrize("name, whiten", [("shared", True), ("own", False)])
@@ -239,16 +260,16 @@ def test_one_natural_step_with_gaussian_noise_is_vfe_from_any_start(name, whiten
     prior = SVGP(model, OWN if name == "own" else OWN[0], num_latents=P, whiten=whiten)
     approx, other = (quiet(start, (X, y), ONE, 1) for start in (shaken(prior), prior))
     post, total = approx.posterior(), 0.0
-    assert jnp.allclose(numbers(approx.q), numbers(other.q), rtol=0, atol=1e-8)
+    assert np.allclose(numbers(approx.q), numbers(other.q), rtol=0, atol=1e-8)
     for p in range(P or 1):
         vfe = gpt.VFE(model, parts(approx)[p % len(parts(approx))])
         column = y if P is None else y[:, p]
         truth = vfe.posterior(X, column)
         total += vfe.objective(X, column)
         mean, cov = post.mean(Xs), post.covariance(Xs)
-        assert jnp.allclose(mean if P is None else mean[:, p], truth.mean(Xs), rtol=0, atol=1e-8)
-        assert jnp.allclose(cov if P is None else cov[p], truth.covariance(Xs), rtol=0, atol=1e-8)
-    assert jnp.allclose(approx.objective(X, y), total, rtol=1e-10)
+        assert np.allclose(mean if P is None else mean[:, p], truth.mean(Xs), rtol=0, atol=1e-8)
+        assert np.allclose(cov if P is None else cov[p], truth.covariance(Xs), rtol=0, atol=1e-8)
+    assert np.allclose(approx.objective(X, y), total, rtol=1e-10)
 
 
 # natural gradients
@@ -261,34 +282,39 @@ def of_covariance(m, S):
     return expected - 0.5 * (jnp.trace(S) + m @ m - jnp.linalg.slogdet(S)[1])
 
 
+slopes_in_covariance = jax.jit(jax.grad(of_covariance, (0, 1)))
+slopes_in_factor = jax.jit(jax.grad(lambda m, R: of_covariance(m, R @ R.T), (0, 1)))
+natural_step_compiled = jax.jit(natural_step)
+
+
 @pytest.mark.parametrize("gamma", [1.0, 0.3])
 def test_natural_step_is_its_definition(gamma):
     random = np.random.default_rng(4)
-    m, R = jnp.asarray(random.normal(size=5) / 2), jnp.asarray(factors(1, 5, random)[0] / 2)
-    g, G = jax.grad(of_covariance, (0, 1))(m, R @ R.T)
-    m_bar, R_bar = jax.grad(lambda m, R: of_covariance(m, R @ R.T), (0, 1))(m, R)
-    new_m, new_R = natural_step(m, R, m_bar, R_bar + jnp.triu(jnp.ones((5, 5)), 1), jnp.asarray(gamma))
+    m, R = random.normal(size=5) / 2, factors(1, 5, random)[0] / 2
+    g, G = slopes_in_covariance(m, R @ R.T)
+    m_bar, R_bar = slopes_in_factor(m, R)
+    new_m, new_R = map(np.asarray, natural_step_compiled(m, R, m_bar, R_bar + np.triu(np.ones((5, 5)), 1), gamma))
     precision = np.linalg.inv(R @ R.T) - gamma * (G + G.T)
     assert np.linalg.eigvalsh(precision).min() > 0  # no halving here
-    assert jnp.allclose(new_R @ new_R.T, np.linalg.inv(precision), rtol=1e-10, atol=1e-12)
-    assert jnp.allclose(new_m, m + gamma * np.linalg.inv(precision) @ g, rtol=1e-10, atol=1e-12)
-    assert jnp.all(jnp.triu(new_R, 1) == 0) and jnp.all(jnp.diag(new_R) > 0)
+    assert np.allclose(new_R @ new_R.T, np.linalg.inv(precision), rtol=1e-10, atol=1e-12)
+    assert np.allclose(new_m, m + gamma * np.linalg.inv(precision) @ g, rtol=1e-10, atol=1e-12)
+    assert np.all(np.triu(new_R, 1) == 0) and np.all(np.diag(new_R) > 0)
 
 
 def test_a_step_that_leaves_the_covariances_is_halved_until_it_does_not():
     random = np.random.default_rng(4)
-    m, R, m_bar = (jnp.asarray(a) for a in (random.normal(size=5), factors(1, 5, random)[0], random.normal(size=5)))
-    W = jnp.tril(random.normal(size=(5, 5)))
+    m, R, m_bar = random.normal(size=5), factors(1, 5, random)[0], random.normal(size=5)
+    W = np.tril(random.normal(size=(5, 5)))
     W = W + W.T
     W = 5.0 * W / np.linalg.eigvalsh(W).max()  # I - γ W is positive definite for γ < 0.2
-    R_bar = jnp.linalg.solve(R.T, W)
-    R_bar = jnp.tril(R_bar)
+    R_bar = np.tril(np.linalg.solve(R.T, W))
     left = [np.linalg.eigvalsh(np.eye(5) - step * symmetric(R, R_bar)).min() for step in (0.25, 0.125)]
     assert left[0] < 0 < left[1]
-    halved, plain = (natural_step(m, R, m_bar, R_bar, jnp.asarray(step)) for step in (1.0, 0.125))
-    assert jnp.allclose(halved[0], plain[0], rtol=1e-12) and jnp.allclose(halved[1], plain[1], rtol=1e-12)
-    assert jnp.isfinite(halved[1]).all() and jnp.all(jnp.diag(halved[1]) > 0) and jnp.all(jnp.triu(halved[1], 1) == 0)
-    assert jnp.isnan(natural_step(m, R, m_bar, R_bar.at[2, 1].set(jnp.nan), jnp.asarray(1.0))[1]).any()  # and does not try for ever
+    halved, plain = (natural_step_compiled(m, R, m_bar, R_bar, step) for step in (1.0, 0.125))
+    assert np.allclose(halved[0], plain[0], rtol=1e-12) and np.allclose(halved[1], plain[1], rtol=1e-12)
+    assert np.isfinite(halved[1]).all() and np.all(np.diag(halved[1]) > 0) and np.all(np.triu(halved[1], 1) == 0)
+    R_bar[2, 1] = np.nan
+    assert np.isnan(natural_step_compiled(m, R, m_bar, R_bar, 1.0)[1]).any()  # and does not try for ever
 
 
 def symmetric(R, R_bar):
@@ -299,18 +325,14 @@ def symmetric(R, R_bar):
 def test_a_log_density_that_is_not_concave_keeps_a_covariance():
     X, model = np.repeat(Z, 5, axis=0) + 0.01, gpt.GP(gpt.Matern32(0.9, 1.3), gpt.StudentT(0.3))
     y = np.random.default_rng(0).choice([-1.0, 1.0], 30)  # where f is near zero every datum has a negative precision
-    R = 0.2 * jnp.eye(6)
-    start = with_q(SVGP(model, InducingPoints(Z)), jnp.zeros(6), R)
-    R_bar = jax.grad(lambda R: with_q(start, jnp.zeros(6), R).objective(X, y))(R)
+    R = 0.2 * np.eye(6)
+    start = with_q(SVGP(model, InducingPoints(Z)), np.zeros(6), R)
+    R_bar = jax.jit(jax.grad(lambda R: with_q(start, jnp.zeros(6), R).objective(X, y)))(R)
     assert np.linalg.eigvalsh(np.eye(6) - symmetric(R, R_bar)).min() < 0  # a step of one is too long
     for size in (ONE, natural_gradient(0.2)):
         end = quiet(start, (X, y), size, 20)
-        assert jnp.all(jnp.diag(end.q.S_factor.value) > 0) and jnp.isfinite(end.posterior().covariance(X)).all()
+        assert np.all(np.diag(end.q.S_factor.value) > 0) and np.isfinite(end.posterior().covariance(X)).all()
     assert end.objective(X, y) > start.objective(X, y) + 1  # small steps climb
-
-
-def numbers(tree):
-    return ravel_pytree(gpt.partition(gpt.unfreeze(tree))[0])[0]
 
 
 @pytest.mark.parametrize("frozen", [True, False])
@@ -320,8 +342,8 @@ def test_without_another_optimiser_only_q_moves(frozen):
     if frozen:
         approx = eqx.tree_at(lambda a: (a.model, a.inducing), approx, gpt.freeze((model, inducing)))
     end = quiet(approx, (X, y), HALF, 3)
-    assert jnp.array_equal(numbers((end.model, end.inducing)), numbers((model, inducing)))
-    assert not jnp.allclose(end.q.m.value, approx.q.m.value) and end.objective(X, y) > approx.objective(X, y) + 1
+    assert np.array_equal(numbers((end.model, end.inducing)), numbers((model, inducing)))
+    assert not np.allclose(end.q.m.value, approx.q.m.value) and end.objective(X, y) > approx.objective(X, y) + 1
 
 
 def test_the_rest_moves_as_its_optimiser_says():
@@ -330,11 +352,16 @@ def test_the_rest_moves_as_its_optimiser_says():
     loss = lambda part: -eqx.tree_at(lambda a: (a.model, a.inducing), approx, part).objective(X, y)
     part = gpt.partition((approx.model, approx.inducing))
     moving = lambda free_part: loss(eqx.combine(free_part, part[1]))
-    updates, _ = rest.update(jax.grad(moving)(part[0]), rest.init(part[0]), part[0])
-    expected = numbers(eqx.combine(eqx.apply_updates(part[0], updates), part[1]))
-    assert jnp.allclose(numbers((end.model, end.inducing)), expected, rtol=1e-8, atol=1e-10)
+
+    @jax.jit
+    def moved(free_part):
+        updates, _ = rest.update(jax.grad(moving)(free_part), rest.init(free_part), free_part)
+        return eqx.apply_updates(free_part, updates)
+
+    expected = numbers(eqx.combine(moved(part[0]), part[1]))
+    assert np.allclose(numbers((end.model, end.inducing)), expected, rtol=1e-8, atol=1e-10)
     only_q = quiet(approx, (X, y), HALF, 1)
-    assert jnp.allclose(numbers(end.q), numbers(only_q.q), rtol=1e-8, atol=1e-10) and not jnp.allclose(numbers(end.q), numbers(approx.q))
+    assert np.allclose(numbers(end.q), numbers(only_q.q), rtol=1e-8, atol=1e-10) and not np.allclose(numbers(end.q), numbers(approx.q))
 
 
 def test_a_schedule_gives_each_step_its_size():
@@ -343,7 +370,7 @@ def test_a_schedule_gives_each_step_its_size():
     stepwise = approx
     for optimiser in (HALF, natural_gradient(0.25)):
         stepwise = quiet(stepwise, (X, y), optimiser, 1)
-    assert jnp.allclose(numbers(scheduled.q), numbers(stepwise.q), rtol=1e-10, atol=1e-12)
+    assert np.allclose(numbers(scheduled.q), numbers(stepwise.q), rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("name, dtype", [("one", jnp.float32)])
@@ -353,8 +380,8 @@ def test_minibatches_in_fit(name, dtype):
     optimiser = natural_gradient(0.1, optax.adam(1e-2))
     run = lambda key: gpt.fit(approx, (X, y), optimiser=optimiser, steps=60, batch_size=10, key=jax.random.key(key), progress=False)
     first, again, other = run(0), run(0), run(1)
-    assert jnp.array_equal(numbers(first.approx), numbers(again.approx))
-    assert not jnp.array_equal(numbers(first.approx), numbers(other.approx))
+    assert np.array_equal(numbers(first.approx), numbers(again.approx))
+    assert not np.array_equal(numbers(first.approx), numbers(other.approx))
     assert all(leaf.dtype == dtype for leaf in jax.tree.leaves(gpt.partition(first.approx)[0]))
     assert first.approx.objective(X, y) > approx.objective(X, y) + 5
 
@@ -377,12 +404,11 @@ def test_natural_gradient_refuses_what_it_cannot_move():
 
 def test_a_partition_into_minibatches_averages_to_the_whole():
     approx, X, y = case("one")
-    trainable, rest = gpt.partition(approx)
-    flat, unravel = ravel_pytree(trainable)
-    estimate = jax.jit(jax.value_and_grad(lambda v, X, y: eqx.combine(unravel(v), rest).objective(X, y, num_data=30)))
-    value, gradient = (jnp.mean(jnp.stack(a), axis=0) for a in zip(*(estimate(flat, X[i:i + 6], y[i:i + 6]) for i in range(0, 30, 6))))
-    whole = estimate(flat, X, y)
-    assert jnp.allclose(value, whole[0], rtol=1e-10) and jnp.allclose(gradient, whole[1], rtol=1e-9, atol=1e-9)
+    estimate = eqx.filter_jit(eqx.filter_value_and_grad(lambda approx, X, y: approx.objective(X, y, num_data=30)))
+    each = [estimate(approx, X[i:i + 6], y[i:i + 6]) for i in range(0, 30, 6)]
+    value, gradient = np.mean([one[0] for one in each]), np.mean([numbers(one[1]) for one in each], axis=0)
+    whole = estimate(approx, X, y)
+    assert np.allclose(value, whole[0], rtol=1e-10) and np.allclose(gradient, numbers(whole[1]), rtol=1e-9, atol=1e-9)
 
 
 def test_random_minibatches_are_unbiased():
@@ -398,7 +424,7 @@ def test_num_data_scales_the_data_and_not_the_kl():
     approx, X, y = case("one")
     one, ten = approx.objective(X, y), approx.objective(X, y, num_data=300)
     kl = gpt.unwrap(approx.q).kl_from_standard_normal()
-    assert jnp.allclose(ten, 10 * (one + kl) - kl, rtol=1e-10) and approx.objective(X, y, num_data=30) == one
+    assert np.allclose(ten, 10 * (one + kl) - kl, rtol=1e-10) and approx.objective(X, y, num_data=30) == one
     with pytest.raises(ValueError, match="num_data must be at least 30, the rows of the batch, got 29"):
         approx.objective(X, y, num_data=29)
 
@@ -408,7 +434,7 @@ def test_num_data_scales_the_data_and_not_the_kl():
 def test_adadelta_is_its_recursion():
     rate, momentum, decay, offset = 0.3, 0.8, 0.7, 1e-3
     optimiser = adadelta(rate, momentum, decay, offset)
-    params = jnp.asarray([1.0, -2.0, 0.5])
+    params, update = np.array([1.0, -2.0, 0.5]), jax.jit(optimiser.update)
     state, random = optimiser.init(params), np.random.default_rng(0)
     square, step_square, speed = np.zeros(3), np.zeros(3), np.zeros(3)
     for _ in range(6):
@@ -417,7 +443,7 @@ def test_adadelta_is_its_recursion():
         step = np.sqrt(step_square + offset) / np.sqrt(square + offset) * g
         step_square = decay * step_square + (1 - decay) * step**2
         speed = step + momentum * speed
-        updates, state = optimiser.update(jnp.asarray(g), state, params)
+        updates, state = update(g, state, params)
         assert np.allclose(updates, -rate * (step + momentum * speed), rtol=1e-12)  # Nesterov: where the speed is going to take it
 
 
@@ -433,8 +459,8 @@ def test_kmeans_centres_are_centres():
     assert np.array_equal(kmeans_centres(many, 7), kmeans_centres(many, 7))
     assert not np.array_equal(kmeans_centres(many, 7), kmeans_centres(many, 7, seed=1))
     assert kmeans_centres(many.astype(np.float32), 5).dtype == np.float32
-    wide = random.normal(size=(12, 10**5))
-    assert kmeans_centres(wide, 5).shape == (5, 10**5)  # more than a million numbers: from batches
+    large = random.normal(size=(1001, 1000))
+    assert kmeans_centres(large, 5).shape == (5, 1000)  # more than a million numbers: from batches
 
 
 def test_kmeans_centres_refuses():
@@ -453,13 +479,13 @@ def test_kmeans_centres_refuses():
 # single precision and corners
 
 def test_single_precision_is_close():
-    X, P, whiten = inputs(150), 1, False
+    X, P = inputs(150), 1
     y = observations("binary", X)
     model = gpt.GP(gpt.RBF(0.4, 1.3), gpt.Bernoulli(), MEANS["linear"])  # K_uu of a condition that leaves single precision a meaning
     grid = np.stack(np.meshgrid(*[np.linspace(0, 4, 10)] * 2), axis=-1).reshape(100, 2)
-    approx = SVGP(model, InducingPoints(grid), P, whiten)
+    approx = SVGP(model, InducingPoints(grid), P, whiten=False)
     random = np.random.default_rng(0)
-    A = inducing_factor(*gpt.unwrap((approx.inducing, model.kernel))) if not whiten else jnp.eye(100)
+    A = np.linalg.cholesky(model.kernel(grid))
     m, R = random.normal(size=(100, P)), np.eye(100) * random.uniform(0.3, 1.2, (P, 1, 100))
     m, R = (A @ m).reshape(approx.q.m.value.shape), (A @ R).reshape(approx.q.S_factor.value.shape)
     approx = with_q(approx, m, R)
@@ -471,12 +497,12 @@ def test_single_precision_is_close():
     (value, gradient), (truth, slope) = run(jnp.float32), run(jnp.float64)
     assert value.dtype == gradient.dtype == jnp.float32
     assert abs(value - truth) < 1e-2 * abs(truth)
-    assert jnp.abs(gradient - slope).max() < 1e-2 * jnp.abs(slope).max()
+    assert np.abs(gradient - slope).max() < 1e-2 * np.abs(slope).max()
 
 
 CORNERS = {
     "duplicated": lambda X: np.concatenate([X[:4] + 0.1, X[:4] + 0.1]),
-    "all the data twice": lambda X: np.concatenate([X, X]), "one": lambda X: X[:1] + 0.1, "more than rows": lambda X: inputs(40, seed=5),
+    "all the data twice": lambda X: np.concatenate([X, X]), "one": lambda X: X[:1] + 0.1, "more than rows": lambda X: inputs(24, seed=5),
 }
 
 
@@ -486,19 +512,22 @@ def test_corners_are_finite(corner, P, dtype):
     X = inputs(12)
     y, model = observations("binary", X, None if P == 1 else P), gpt.GP(gpt.RBF(0.9, 1.3), gpt.Bernoulli())
     approx = SVGP(model, InducingPoints(CORNERS[corner](X)), P)
-    tiny = with_q(approx, approx.q.m.value, 1e-5 * approx.q.S_factor.value)
-    approx, tiny, X, y = (gpt.cast(a, dtype) for a in (approx, tiny, jnp.asarray(X), jnp.asarray(y)))
-    flat, f = flat_function(bound, approx, X, y)
-    (value, gradient), (tiny_value, tiny_gradient) = f(flat), f(flat_function(bound, tiny, X, y)[0])
-    assert jnp.isfinite(jnp.stack([value, tiny_value])).all() and jnp.isfinite(jnp.stack([gradient, tiny_gradient])).all()
-    assert jnp.allclose(value, jnp.sum(expected_at_prior(model, X, y)), rtol=1e-4 if dtype == jnp.float32 else 1e-6)
-    mean, var = tiny.posterior().marginals(X)
-    assert jnp.isfinite(mean).all() and (var >= 0).all() and mean.dtype == value.dtype == dtype
+    tiny = with_q(approx, approx.q.m.value, 1e-5 * np.asarray(approx.q.S_factor.value))
+    approx, tiny = gpt.cast((approx, tiny), dtype)
+    X, y = X.astype(dtype), y.astype(dtype)
+    value, gradient, _, at_prior = at_a_corner(approx, X, y)
+    tiny_value, tiny_gradient, (mean, var), _ = at_a_corner(tiny, X, y)
+    assert np.isfinite([value, tiny_value]).all() and np.isfinite([numbers(gradient), numbers(tiny_gradient)]).all()
+    assert np.allclose(value, at_prior, rtol=1e-4 if dtype == jnp.float32 else 1e-6)
+    assert np.isfinite(mean).all() and (var >= 0).all() and mean.dtype == value.dtype == dtype
 
 
-def expected_at_prior(model, X, y):
-    "What the bound is where q is the prior: no KL, and the prior's own variances."
-    return gpt.unwrap(model.likelihood).variational_expectations(np.zeros(y.shape), np.full(y.shape, 1.3), y)
+@eqx.filter_jit
+def at_a_corner(approx, X, y):
+    "Bound, gradient, marginals, and the bound where q is the prior: no KL, and the prior's own variances."
+    value, gradient = eqx.filter_value_and_grad(bound)(approx, X, y)
+    at_prior = gpt.unwrap(approx.model.likelihood).variational_expectations(np.zeros(y.shape), np.full(y.shape, 1.3), y)
+    return value, gradient, approx.posterior().marginals(X), jnp.sum(at_prior)
 
 
 # bad input
@@ -576,7 +605,7 @@ def test_a_class_missing_from_a_batch_is_no_matter():
     approx, X, _ = case("robust max")
     flat, f = flat_function(lambda a, X, y: a.objective(X, y, num_data=30), approx, X[:7], np.zeros(7))
     value, gradient = f(flat)
-    assert jnp.isfinite(value) and jnp.isfinite(gradient).all()
+    assert np.isfinite(value) and np.isfinite(gradient).all()
 
 
 # the posterior
@@ -586,21 +615,21 @@ def test_posterior_answers_in_its_shapes(name):
     approx, X, y = case(name)
     post, Xs, ys = approx.posterior(), inputs(5, seed=9), y[:5]
     P = approx.q.m.value.shape[1:]
-    mean, var = post.marginals(Xs)
-    cov = post.covariance(Xs)
+    mean, var = map(np.asarray, post.marginals(Xs))
+    cov = np.asarray(post.covariance(Xs))
     assert mean.shape == var.shape == (5, *P) and cov.shape == (*P, 5, 5) and post.covariance(Xs, X).shape == (*P, 5, 30)
-    assert jnp.allclose(jnp.diagonal(cov, axis1=-2, axis2=-1).T, var, rtol=1e-8) and (var > 0).all()
-    assert jnp.allclose(post.covariance(Xs, Xs), cov, rtol=0, atol=1e-12)
-    draws = post.sample(jax.random.key(0), Xs, 4000)
+    assert np.allclose(np.diagonal(cov, axis1=-2, axis2=-1).T, var, rtol=1e-8) and (var > 0).all()
+    assert np.allclose(post.covariance(Xs, Xs), cov, rtol=0, atol=1e-12)
+    draws = np.asarray(post.sample(jax.random.key(0), Xs, 4000))
     assert draws.shape == (4000, 5, *P)
-    assert (jnp.abs(draws.mean(0) - mean) < 5 * jnp.sqrt(var / 4000)).all()
-    assert all(a.shape == (5, *P) for a in post.predict_y(Xs))
-    lpd = post.log_predictive_density(Xs, ys)
+    assert (np.abs(draws.mean(0) - mean) < 5 * np.sqrt(var / 4000)).all()
+    y_mean, y_var = map(np.asarray, post.predict_y(Xs))
+    assert y_mean.shape == y_var.shape == (5, *P)
+    lpd = np.asarray(post.log_predictive_density(Xs, ys))
     assert lpd.shape == ys.shape and (lpd < 0).all()
     if "robust" in name:
-        probabilities = post.predict_y(Xs)[0]
-        assert jnp.allclose(probabilities.sum(1), 1, atol=1e-3)
-        assert jnp.allclose(jnp.exp(lpd), probabilities[jnp.arange(5), ys.astype(int)], atol=1e-8)
+        assert np.allclose(y_mean.sum(1), 1, atol=1e-3)
+        assert np.allclose(np.exp(lpd), y_mean[np.arange(5), ys.astype(int)], atol=1e-8)
     with pytest.raises(ValueError, match="Xs must"):
         post.mean(Xs[:, :1])
     with pytest.raises(ValueError, match="ys must have shape"):
@@ -611,8 +640,8 @@ def test_separate_posterior_is_its_parts():
     approx, X, _ = case("own")
     post, Xs = approx.posterior(), inputs(5, seed=9)
     for p, part in enumerate(post.posteriors):
-        assert jnp.array_equal(post.mean(Xs)[:, p], part.mean(Xs)) and jnp.array_equal(post.marginals(Xs)[1][:, p], part.marginals(Xs)[1])
-        assert jnp.array_equal(post.covariance(Xs, X)[p], part.covariance(Xs, X))
+        assert np.array_equal(post.mean(Xs)[:, p], part.mean(Xs)) and np.array_equal(post.marginals(Xs)[1][:, p], part.marginals(Xs)[1])
+        assert np.array_equal(post.covariance(Xs, X)[p], part.covariance(Xs, X))
     assert post.num_dims == 2 and post.model == post.posteriors[0].model
 
 
@@ -623,5 +652,5 @@ def test_chunks_of_rows_change_nothing(monkeypatch):
     assert "scan" in str(jax.make_jaxpr(chunked)(flat))
     value, gradient = chunked(flat)
     whole, slope = flat_function(written_out, approx, jnp.asarray(X), jnp.asarray(y))[1](flat)
-    assert jnp.allclose(value, whole, rtol=1e-10)
-    assert jnp.abs(gradient - slope).max() < 1e-8 * jnp.abs(slope).max()
+    assert np.allclose(value, whole, rtol=1e-10)
+    assert np.abs(gradient - slope).max() < 1e-8 * np.abs(slope).max()
