@@ -75,26 +75,24 @@ numbers = st.floats(-10, 10, width=32).map(float) | st.sampled_from([0.0, 1.0, 1
 inputs = hnp.arrays(np.float64, (6, 2), elements=numbers)
 
 
+@jax.jit
+def everything(kernel, X):
+    "One program of a kernel for all of: K(X), the blocks of its first rows with the others, its diagonal, and a gradient."
+    return kernel(X), kernel(X[:4], X[4:]), kernel(X[4:], X[:4]), kernel.diag(X), jax.grad(lambda X: jnp.sum(kernel(X)))(X)
+
+
 @every_kernel
 @few
 @given(X=inputs)
-def test_gram_matrix(name, X):
+def test_gram_matrix_and_cross_covariances_which_are_its_blocks(name, X):
     X, (make, by_numpy) = columns(name, X), CASES[name]
-    kernel = make()
-    K = np.asarray(kernel(X))
+    K, right, left, diagonal, _ = (np.asarray(a) for a in everything(make(), X))
     assert np.array_equal(K, K.T) or np.allclose(K, K.T, rtol=1e-14, atol=0)
     assert np.linalg.eigvalsh(K).min() >= -1e-8 * max(np.abs(K).max(), 1e-12)
-    np.testing.assert_allclose(kernel.diag(X), np.diag(K), rtol=1e-12, atol=1e-14)
+    np.testing.assert_allclose(diagonal, np.diag(K), rtol=1e-12, atol=1e-14)
     np.testing.assert_allclose(K, by_numpy(X, X) + NOISE.get(name, 0) * np.eye(6), rtol=1e-7, atol=1e-12)
-
-
-@every_kernel
-@few
-@given(X=inputs)
-def test_cross_covariance_is_a_block_of_the_joint_gram_matrix(name, X):
-    X, kernel = columns(name, X), CASES[name][0]()
-    np.testing.assert_allclose(kernel(X[:4], X[4:]), kernel(X)[:4, 4:], rtol=1e-7, atol=1e-12)
-    np.testing.assert_allclose(kernel(X[4:], X[:4]), kernel(X)[4:, :4], rtol=1e-7, atol=1e-12)
+    np.testing.assert_allclose(right, K[:4, 4:], rtol=1e-7, atol=1e-12)
+    np.testing.assert_allclose(left, K[4:, :4], rtol=1e-7, atol=1e-12)
 
 
 @pytest.mark.parametrize("ours, theirs", [
@@ -110,9 +108,10 @@ def test_cross_covariance_is_a_block_of_the_joint_gram_matrix(name, X):
 ])
 def test_scikit_learn_agrees(ours, theirs):
     X, X2 = some("RBF"), some("RBF", 4, seed=1)
-    np.testing.assert_allclose(ours(X), theirs(X), rtol=1e-12, atol=1e-14)
-    np.testing.assert_allclose(ours(X, X2), theirs(X, X2), rtol=1e-12, atol=1e-14)
-    np.testing.assert_allclose(ours.diag(X), theirs.diag(X), rtol=1e-12)
+    K, cross, diagonal = jax.jit(lambda kernel, X, X2: (kernel(X), kernel(X, X2), kernel.diag(X)))(ours, X, X2)
+    np.testing.assert_allclose(K, theirs(X), rtol=1e-12, atol=1e-14)
+    np.testing.assert_allclose(cross, theirs(X, X2), rtol=1e-12, atol=1e-14)
+    np.testing.assert_allclose(diagonal, theirs.diag(X), rtol=1e-12)
 
 
 def test_scikit_learn_agrees_on_the_periodic_kernel():
@@ -129,14 +128,8 @@ def test_exponential_and_matern12_agree_in_one_dimension_only():
 # ---- derivatives
 
 def central(function, x, step=1e-6):
-    "Derivatives of a scalar function by central differences, one coordinate after another."
-    x = np.asarray(x, float)
-    change = np.zeros_like(x)
-    for index in np.ndindex(x.shape):
-        shift = np.zeros_like(x)
-        shift[index] = step
-        change[index] = (function(x + shift) - function(x - shift)) / (2 * step)
-    return change
+    "Derivatives of a scalar function of a vector by central differences, one coordinate after another."
+    return np.array([(function(x + shift) - function(x - shift)) / (2 * step) for shift in step * np.eye(len(x))])
 
 
 def weights(*shape):
@@ -144,52 +137,54 @@ def weights(*shape):
     return np.random.default_rng(5).normal(size=shape)
 
 
-@every_kernel
-@pytest.mark.parametrize("cross", [False, True])
-def test_gradients_against_finite_differences(name, cross):
-    X, X2 = some(name, 5), some(name, 4, seed=1) if cross else None
-    G = weights(5, 4 if cross else 5)
-    trainable, rest = partition(CASES[name][0]())
-    leaves, structure = jax.tree.flatten(trainable)
-    sizes = np.cumsum([leaf.size for leaf in leaves])[:-1]
-
-    @jax.jit
-    def total(flat, X):
-        parts = [part.reshape(leaf.shape) for part, leaf in zip(jnp.split(flat, sizes), leaves)]
-        kernel = jax.tree.map(lambda a, b: b if a is None else a, jax.tree.unflatten(structure, parts), rest,
-                              is_leaf=lambda x: x is None)
-        return jnp.sum(G * kernel(X, X2)) + jnp.sum(jnp.sin(kernel.diag(X)))
-
-    flat = np.concatenate([np.ravel(leaf) for leaf in leaves])
-    by_parameters, by_inputs = jax.jit(jax.grad(total, (0, 1)))(flat, X)
-    np.testing.assert_allclose(by_parameters, central(lambda p: float(total(p, X)), flat), rtol=1e-6, atol=1e-7)
-    np.testing.assert_allclose(by_inputs, central(lambda A: float(total(flat, A)), X), rtol=1e-6, atol=1e-7)
+tens = np.linspace(1, 2, 10)                                                 # more columns than EXACT_COLUMNS
+WIDE = {name: (make, 2) for name, (make, _) in CASES.items()} | {
+    "RBF, wide": (lambda: RBF(tens), 10), "Matern32, wide": (lambda: Matern32(tens), 10)}
 
 
-@pytest.mark.parametrize("make, num_dims", [(RBF, 2), (RBF, 12), (Matern12, 2), (Matern32, 12), (Matern52, 2), (Exponential, 2), (Periodic, 2)])
-def test_second_derivatives_against_finite_differences(make, num_dims):
-    "With few columns and with many, which go through different formulas; forward over reverse."
+@eqx.filter_jit
+def derivatives(restore, rest, direction, v):
+    "A scalar of kernel matrices as a function of hyperparameters and inputs, its gradient, and its Hessian times a direction, twice."
+    def total(v):
+        trainable, X, X2 = restore(v)
+        kernel = eqx.combine(trainable, rest)
+        return (jnp.sum(weights(3, 3) * kernel(X)) + jnp.sum(weights(3, 2) * kernel(X, X2)) + jnp.sum(jnp.sin(kernel.diag(X))))
+
+    gradient, forward = jax.jvp(jax.grad(total), (v,), (direction,))
+    return total(v), gradient, forward, jax.grad(lambda v: direction @ jax.grad(total)(v))(v)
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_first_and_second_derivatives_against_finite_differences(name):
+    "In inputs and hyperparameters at once; the second ones forward over reverse and reverse over reverse, along a direction."
+    make, num_dims = WIDE[name]
     rng = np.random.default_rng(0)
-    X, G, scales = rng.normal(size=(4, num_dims)), weights(4, 4), rng.uniform(1, 2, size=num_dims)
+    X, X2 = (columns(name, rng.normal(size=(num, num_dims))) for num in (3, 2))
+    trainable, rest = partition(make())
+    flat, restore = jax.flatten_util.ravel_pytree((trainable, X, X2))
+    direction = rng.normal(size=flat.size)
+    at = jax.tree_util.Partial(derivatives, restore, rest, direction)
+    flat = np.asarray(flat)
 
-    def total(scales, X):
-        return jnp.sum(G * make(scales)(X))
+    _, gradient, forward, reverse = (np.asarray(a) for a in at(flat))
+    np.testing.assert_allclose(gradient, central(lambda v: float(at(v)[0]), flat), rtol=1e-6, atol=1e-7)
+    step = 1e-5 * direction
+    expected = (np.asarray(at(flat + step)[1]) - np.asarray(at(flat - step)[1])) / 2e-5
+    np.testing.assert_allclose(forward, expected, rtol=1e-6, atol=1e-6 * np.abs(expected).max())
+    np.testing.assert_allclose(reverse, forward, rtol=1e-10, atol=1e-10 * np.abs(forward).max())
 
-    gradient = jax.jit(jax.grad(total, (0, 1)))
-    pick = np.s_[:3]
-    second = jax.jit(jax.jacfwd(lambda s: jnp.concatenate([jnp.ravel(g) for g in jax.grad(total, (0, 1))(s, X)])))(scales)
-    flat = lambda s: np.concatenate([np.ravel(g) for g in gradient(s, X)])
-    for d in range(num_dims)[pick]:
-        step = 1e-5 * np.eye(num_dims)[d]
-        np.testing.assert_allclose(second[:, d], (flat(scales + step) - flat(scales - step)) / 2e-5, rtol=1e-5, atol=1e-7)
+    X[1] = X2[0] = X[0]                                                      # coincident inputs
+    _, _, forward, reverse = (np.asarray(a) for a in at(np.asarray(jax.flatten_util.ravel_pytree((trainable, X, X2))[0])))
+    assert np.all(np.isfinite(forward)) and np.abs(forward).max() < 1e4
+    np.testing.assert_allclose(reverse, forward, rtol=1e-10, atol=1e-10 * np.abs(forward).max())
 
 
 def test_hessian_with_respect_to_parameters():
     X, G = some("RBF", 5), weights(5, 5)
-    total = jax.jit(lambda p: jnp.sum(G * Matern52(p[:2], p[2])(X)))
+    total = lambda p: jnp.sum(G * Matern52(p[:2], p[2])(X))
+    gradient_and_hessian = jax.jit(lambda p: (jax.grad(total)(p), jax.hessian(total)(p)))
     p = np.array([0.7, 1.4, 0.9])
-    hessian = jax.jit(jax.hessian(total))(p)
-    gradient = jax.jit(jax.grad(total))
+    hessian, gradient = np.asarray(gradient_and_hessian(p)[1]), lambda p: np.asarray(gradient_and_hessian(p)[0])
     expected = np.stack([(gradient(p + s) - gradient(p - s)) / 2e-5 for s in 1e-5 * np.eye(3)])
     np.testing.assert_allclose(hessian, expected, rtol=1e-6, atol=1e-8)
     np.testing.assert_allclose(hessian, hessian.T, atol=1e-12)
@@ -213,7 +208,7 @@ GRADIENTS = {name: jax.jit(jax.grad(lambda kernel, X: jnp.sum(kernel(X)) + jnp.s
 def test_covariance_of_derivatives_at_one_input(kernel, expected):
     "var f'(x) = ∂²k(x, x') / ∂x ∂x' at x = x', where a plain square root would give 0 or NaN."
     scalar = lambda a, b: kernel(a[None, None], b[None, None])[0, 0]
-    assert np.isclose(jax.grad(jax.grad(scalar, 0), 1)(0.3, 0.3), expected)
+    assert np.isclose(jax.jit(jax.grad(jax.grad(scalar, 0), 1))(0.3, 0.3), expected)
 
 
 # ---- the distance
@@ -250,25 +245,21 @@ def test_no_three_dimensional_array_in_value_or_gradient(num_dims):
 
 # ---- precision, transformations, parameters
 
-@jax.jit
-def everything(kernel, X, X2):
-    return kernel(X), kernel(X, X2), kernel.diag(X), jax.grad(lambda X: jnp.sum(kernel(X)))(X)
-
-
 @every_kernel
 def test_single_precision(name):
-    kernel, X, X2 = CASES[name][0](), some(name), some(name, 4, 1)
-    single = [a.astype(np.float32) for a in (X, X2)]
-    for got, exact in zip(everything(cast(kernel, jnp.float32), *single), everything(kernel, *[a.astype(float) for a in single])):
+    kernel, X = CASES[name][0](), some(name, 6).astype(np.float32)
+    for got, exact in zip(everything(cast(kernel, jnp.float32), X), everything(kernel, X.astype(float))):
         assert got.dtype == jnp.float32 and exact.dtype == jnp.float64
         np.testing.assert_allclose(got, exact, rtol=2e-4, atol=1e-4)
 
 
+batched = jax.jit(jax.vmap(lambda kernel, X: kernel(X), in_axes=(None, 0)))
+
+
 @every_kernel
 def test_jit_and_vmap(name):
-    kernel, X = CASES[name][0](), np.stack([some(name, 4, seed) for seed in range(3)])
-    batched = jax.jit(jax.vmap(lambda kernel, X: kernel(X), in_axes=(None, 0)))(kernel, X)
-    np.testing.assert_allclose(batched, np.stack([kernel(x) for x in X]), rtol=1e-12, atol=1e-14)
+    kernel, X = CASES[name][0](), np.stack([some(name, 9, seed) for seed in range(3)])
+    np.testing.assert_allclose(batched(kernel, X), np.stack([kernel(x) for x in X]), rtol=1e-12, atol=1e-14)
 
 
 def test_integers_and_lists_are_inputs():
@@ -279,7 +270,7 @@ def test_integers_and_lists_are_inputs():
 def test_parameters_with_priors_and_frozen_ones():
     kernel = RBF(positive(2.0, prior=dist.Gamma(2.0, 1.0)), freeze(positive(3.0)))
     assert np.isclose(unwrap(kernel).lengthscale, 2.0) and np.isclose(unwrap(kernel).variance, 3.0)
-    gradient = jax.grad(lambda kernel: jnp.sum(kernel(some("RBF"))))(kernel)
+    gradient = jax.jit(jax.grad(lambda kernel: jnp.sum(kernel(some("RBF")))))(kernel)
     assert gradient.lengthscale.unconstrained != 0
     assert all(np.all(leaf == 0) for leaf in jax.tree.leaves(gradient.variance))
 
@@ -501,48 +492,11 @@ def test_errors_of_processes_and_means(call, message):
         call()
 
 
-# ---- second derivatives of every kernel, in inputs and hyperparameters at once
-
-tens = np.linspace(1, 2, 10)                                                 # more columns than EXACT_COLUMNS
-SECOND = {name: (make, 2) for name, (make, _) in CASES.items()} | {
-    "RBF, wide": (lambda: RBF(tens), 10), "Matern32, wide": (lambda: Matern32(tens), 10)}
-
-
-@pytest.mark.parametrize("name", [name for name in SECOND if name != "composite"])     # parts of it are all here
-def test_second_derivatives_forward_over_reverse_and_reverse_over_reverse(name):
-    "The Hessian times a direction that moves inputs and hyperparameters, against a difference of gradients."
-    make, num_dims = SECOND[name]
-    rng = np.random.default_rng(0)
-    X, X2 = (columns(name, rng.normal(size=(num, num_dims))) for num in (3, 2))
-    trainable, rest = partition(make())
-    flat, restore = jax.flatten_util.ravel_pytree((trainable, X, X2))
-    G, H, direction = weights(3, 3), weights(3, 2), rng.normal(size=flat.size)
-
-    def total(v):
-        trainable, X, X2 = restore(v)
-        kernel = eqx.combine(trainable, rest)
-        return jnp.sum(G * kernel(X)) + jnp.sum(H * kernel(X, X2)) + jnp.sum(jnp.sin(kernel.diag(X)))
-
-    @jax.jit
-    def derivatives(v):
-        gradient, forward = jax.jvp(jax.grad(total), (v,), (direction,))
-        return gradient, forward, jax.grad(lambda v: direction @ jax.grad(total)(v))(v)
-
-    step = 1e-5 * direction
-    expected = (derivatives(flat + step)[0] - derivatives(flat - step)[0]) / 2e-5
-    _, forward, reverse = derivatives(flat)
-    np.testing.assert_allclose(forward, expected, rtol=1e-6, atol=1e-6 * np.abs(expected).max())
-    np.testing.assert_allclose(reverse, forward, rtol=1e-10, atol=1e-10 * np.abs(forward).max())
-
-    X[1] = X2[0] = X[0]                                                      # coincident inputs
-    _, forward, reverse = derivatives(jax.flatten_util.ravel_pytree((trainable, X, X2))[0])
-    assert np.all(np.isfinite(forward)) and np.abs(forward).max() < 1e4
-    np.testing.assert_allclose(reverse, forward, rtol=1e-10, atol=1e-10 * np.abs(forward).max())
-
+# ---- vmap over hyperparameters
 
 @pytest.mark.parametrize("name", ["RBF", "Matern32", "Periodic", "Polynomial", "Wiener", "composite", "RBF, wide"])
 def test_vmap_over_hyperparameters(name):
-    make, num_dims = SECOND[name]
+    make, num_dims = WIDE[name]
     X = columns(name, np.random.default_rng(0).normal(size=(4, num_dims)))
     trainable, rest = partition(make())
     shifts = jnp.array([-0.5, 0.0, 0.7])
