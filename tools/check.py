@@ -21,6 +21,7 @@ TOTAL_MEMORY, SECONDS = 8.0, 60                 # GiB of all at the same time; p
 NOTEBOOK = "import sys; from nbdev.test import test_nb; sys.exit(not test_nb(*sys.argv[1:], skip_flags=['notest'], basepath='.')[0])"
 ENVIRONMENT = {
     "GP_THESIS_PROFILE": "quick",
+    "OPENBLAS_NUM_THREADS": "1",                            # two processes share two cores; idle threads would spin
     "JAX_COMPILATION_CACHE_DIR": str(TOP / ".cache" / "jax"),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",      # small programs are many, and the same in every file
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
