@@ -16,34 +16,35 @@ rng = np.random.default_rng(0)
 
 def spd(n, floor=0.3, dtype=float):
     A = rng.normal(size=(n, n))
-    return jnp.asarray(A @ A.T / n + floor * np.eye(n), dtype)
+    return (A @ A.T / n + floor * np.eye(n)).astype(dtype)
 
 
 def symmetric(K):
     return 0.5 * (K + K.T)
 
 
-compiled_cholesky = eqx.filter_jit(cholesky)
+compiled_cholesky, compiled_log_density = eqx.filter_jit(cholesky), jax.jit(log_density)
 
 
 def check_derivatives(function, *arguments, order=2):
     "First and second derivatives along two directions, in both modes, against central differences: one program."
-    flat, unravel = ravel_pytree(arguments)
-    scalar = lambda flat: function(*unravel(flat))
-    directions, step = jnp.asarray(rng.normal(size=(2, len(flat)))) / np.sqrt(len(flat)), 1e-4
-    shifts = step * jnp.concatenate([directions, -directions])
+    size, step = sum(np.size(argument) for argument in arguments), 1e-4
+    directions = rng.normal(size=(2, size)) / np.sqrt(size)
+    shifts = step * np.concatenate([np.zeros((1, size)), directions, -directions])
 
     @jax.jit
-    def everything(flat):
+    def everything(arguments):
+        flat, unravel = ravel_pytree(arguments)
+        scalar = lambda flat: function(*unravel(flat))
         values, slopes = jax.lax.map(jax.value_and_grad(scalar), flat + shifts)
-        found = {"reverse": directions @ jax.grad(scalar)(flat),
+        found = {"reverse": directions @ slopes[0],
                  "forward": jax.lax.map(lambda d: jax.jvp(scalar, (flat,), (d,))[1], directions)}
         along = {"forward over reverse": jax.lax.map(lambda d: jax.jvp(jax.grad(scalar), (flat,), (d,))[1], directions),
                  "reverse over reverse": jax.lax.map(lambda d: jax.grad(lambda v: jax.grad(scalar)(v) @ d)(flat), directions),
                  } if order == 2 else {}
-        return values, slopes, found, along
+        return values[1:], slopes[1:], found, along
 
-    values, slopes, found, along = everything(flat)
+    values, slopes, found, along = jax.tree.map(np.asarray, everything(arguments))
     for mode, ours in found.items():
         assert np.allclose(ours, (values[:2] - values[2:]) / (2 * step), rtol=1e-5, atol=1e-6), mode
     differences = (slopes[:2] - slopes[2:]) / (2 * step)
@@ -54,15 +55,16 @@ def check_derivatives(function, *arguments, order=2):
 @pytest.mark.parametrize("dtype, tolerance", [("float64", 1e-13), ("float32", 1e-5)])
 def test_cholesky_adds_no_jitter_where_none_is_needed(dtype, tolerance):
     K = spd(40, dtype=dtype)
-    assert cholesky(K).dtype == dtype
-    assert np.allclose(cholesky(K), np.linalg.cholesky(np.asarray(K, float)), atol=tolerance)
+    L = cholesky(K)
+    assert L.dtype == dtype
+    assert np.allclose(L, np.linalg.cholesky(np.asarray(K, float)), atol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
 def test_jitter_is_relative_and_small(dtype, scale):
-    x = jnp.linspace(0, 1, 200, dtype=dtype)
-    K = jnp.asarray(scale, dtype) * jnp.exp(-0.5 * (x[:, None] - x) ** 2)
+    x = np.linspace(0, 1, 200, dtype=dtype)
+    K = np.asarray(scale, dtype) * np.exp(-0.5 * (x[:, None] - x) ** 2)
     L = np.asarray(compiled_cholesky(K), float)
     assert np.isfinite(L).all()
     assert np.abs(L @ L.T - np.asarray(K, float)).max() <= 1.1 * scale * JITTER[dtype][-1]
@@ -72,12 +74,12 @@ def test_jitter_is_relative_and_small(dtype, scale):
                                     np.array([[1.0, 2, 0], [2, 1, 0], [0, 0, 1]])])
 def test_hopeless_matrices_raise_with_their_name(broken):
     with pytest.raises(Exception, match=r"K_uu of size \d x \d \(float64\) is not positive definite"):
-        jax.block_until_ready(compiled_cholesky(jnp.asarray(broken), "K_uu"))
+        jax.block_until_ready(compiled_cholesky(broken, "K_uu"))
 
 
 def test_failure_inside_a_gradient_raises_too():
     with pytest.raises(Exception, match="my matrix of size 3 x 3"):
-        jax.block_until_ready(eqx.filter_jit(jax.grad(lambda K: log_density(jnp.ones(3), 0.0, K, "my matrix")))(-jnp.eye(3)))
+        jax.block_until_ready(eqx.filter_jit(jax.grad(lambda K: log_density(jnp.ones(3), 0.0, K, "my matrix")))(-np.eye(3)))
 
 
 def test_cholesky_derivatives():
@@ -85,24 +87,24 @@ def test_cholesky_derivatives():
 
 
 def test_cholesky_under_vmap_mixes_good_and_singular():
-    K = jnp.stack([spd(4), jnp.ones((4, 4))])
-    L = jax.vmap(cholesky)(K)
-    assert jnp.allclose(L[0], cholesky(K[0])) and jnp.allclose(L[1], cholesky(K[1]))
+    K = np.stack([spd(4), np.ones((4, 4))])
+    L = np.asarray(jax.vmap(cholesky)(K))
+    assert np.allclose(L[0], compiled_cholesky(K[0])) and np.allclose(L[1], compiled_cholesky(K[1]))
 
 
-@pytest.mark.parametrize("n, block", [(1, None), (5, 2), (129, None), (300, 64)])
+@pytest.mark.parametrize("n, block", [(1, None), (5, 2), (129, None), (20, 8)])
 def test_inverses(n, block):
     K = spd(n)
-    L_inv, K_inv, diagonal = inverses(cholesky(K), block)
+    L_inv, K_inv, diagonal = inverses(np.linalg.cholesky(K), block)
     assert np.allclose(diagonal, np.diag(np.linalg.inv(K)), atol=1e-10)
     assert np.allclose(L_inv, np.linalg.inv(np.linalg.cholesky(K)), atol=1e-10)
     assert np.allclose(K_inv, np.linalg.inv(K), atol=1e-10)
 
 
 def test_inverse_of_an_ill_conditioned_matrix_is_as_accurate_as_its_condition_number_allows():
-    x = jnp.linspace(0, 5, 400)
-    K = jnp.exp(-0.5 * (x[:, None] - x) ** 2) + 1e-6 * jnp.eye(400)
-    ours, lapack = inverses(cholesky(K))[1], np.linalg.inv(K)
+    x = np.linspace(0, 5, 400)
+    K = np.exp(-0.5 * (x[:, None] - x) ** 2) + 1e-6 * np.eye(400)
+    ours, lapack = np.asarray(inverses(np.linalg.cholesky(K))[1]), np.linalg.inv(K)
     assert np.abs(ours - lapack).max() < 10 * np.finfo(float).eps * np.linalg.cond(K) * np.abs(lapack).max()
 
 
@@ -110,71 +112,71 @@ def test_inverse_of_an_ill_conditioned_matrix_is_as_accurate_as_its_condition_nu
 def test_log_density_against_scipy(n, P):
     K, Y, m = spd(n), rng.normal(size=(n, P)), rng.normal(size=n)
     want = sum(scipy.stats.multivariate_normal.logpdf(Y[:, p], m, K) for p in range(P))
-    assert np.isclose(log_density(jnp.asarray(Y), m, K), want, rtol=1e-11)
-    assert np.isclose(log_density(jnp.asarray(Y[:, 0]), m, K), scipy.stats.multivariate_normal.logpdf(Y[:, 0], m, K), rtol=1e-11)
+    assert np.isclose(compiled_log_density(Y, m, K), want, rtol=1e-11)
+    assert np.isclose(compiled_log_density(Y[:, 0], m, K), scipy.stats.multivariate_normal.logpdf(Y[:, 0], m, K), rtol=1e-11)
 
 
 @pytest.mark.parametrize("n, P", [(1, 1), (6, 2), (140, 1)])
 def test_log_density_derivatives(n, P):
-    arguments = jnp.asarray(rng.normal(size=(n, P))), jnp.asarray(rng.normal(size=n)), spd(n, floor=1.0)
+    arguments = rng.normal(size=(n, P)), rng.normal(size=n), spd(n, floor=1.0)
     check_derivatives(lambda Y, m, K: log_density(Y, m, symmetric(K)), *arguments, order=1 if n > 10 else 2)
 
 
 @pytest.mark.parametrize("d", [0.7, np.linspace(0.2, 2.0, 6)])
 def test_a_diagonal_given_apart_is_one_added_before(d):
-    K, Y, d = spd(6), jnp.asarray(rng.normal(size=(6, 2))), jnp.asarray(d)
-    whole = K + jnp.diag(jnp.broadcast_to(d, 6))
-    assert jnp.allclose(cholesky(K, diagonal=d), jnp.linalg.cholesky(whole), atol=1e-13)
-    assert np.isclose(log_density(Y, 0.0, K, diagonal=d), log_density(Y, 0.0, whole), rtol=1e-13)
+    K, Y, d = spd(6), rng.normal(size=(6, 2)), np.asarray(d)
+    whole = K + np.diag(np.broadcast_to(d, 6))
+    assert np.allclose(compiled_cholesky(K, diagonal=d), np.linalg.cholesky(whole), atol=1e-13)
+    assert np.isclose(compiled_log_density(Y, 0.0, K, diagonal=d), compiled_log_density(Y, 0.0, whole), rtol=1e-13)
     check_derivatives(lambda K, d: log_density(Y, 0.0, symmetric(K), diagonal=d)
                       + jnp.sum(jnp.sin(cholesky(symmetric(K), diagonal=d))), K, d)
 
 
 def test_gradient_in_float32():
     K, y = spd(200), rng.normal(size=200)
-    exact = jax.grad(lambda K: log_density(jnp.asarray(y), 0.0, K))(K)
-    single = jax.grad(lambda K: log_density(jnp.asarray(y, "float32"), jnp.float32(0), K))(K.astype("float32"))
+    gradient = jax.jit(jax.grad(log_density, argnums=2))
+    exact, single = np.asarray(gradient(y, 0.0, K)), gradient(y.astype("float32"), np.float32(0), K.astype("float32"))
     assert single.dtype == jnp.float32
     assert np.abs(single - exact).max() < 1e-3 * np.abs(exact).max()
 
 
 @pytest.mark.parametrize("columns", [None, 3])
 def test_low_rank_identities(columns):
-    d, U = jnp.asarray(rng.uniform(0.1, 2, 30)), jnp.asarray(rng.normal(size=(30, 4)))
-    B = jnp.asarray(rng.normal(size=30 if columns is None else (30, columns)))
+    d, U = rng.uniform(0.1, 2, 30), rng.normal(size=(30, 4))
+    B = rng.normal(size=30 if columns is None else (30, columns))
     dense = np.diag(d) + U @ U.T
-    assert np.allclose(woodbury_solve(d, U, B), np.linalg.solve(dense, B))
-    assert np.isclose(low_rank_log_determinant(d, U), np.linalg.slogdet(dense)[1])
+    assert np.allclose(jax.jit(woodbury_solve)(d, U, B), np.linalg.solve(dense, B))
+    assert np.isclose(jax.jit(low_rank_log_determinant)(d, U), np.linalg.slogdet(dense)[1])
     function = lambda d, U: jnp.sum(jnp.sin(woodbury_solve(d, U, B))) + low_rank_log_determinant(d, U)
     check_derivatives(function, d, U, order=1)
 
 
 @pytest.mark.parametrize("n, block", [(4, 4), (9, 4), (70, 64)])
 def test_reverse_mode_cholesky(n, block):
-    K, L_bar = spd(n), jnp.asarray(rng.normal(size=(n, n)))
+    K, L_bar = spd(n), rng.normal(size=(n, n))
     L, pullback = jax.vjp(lambda K: jnp.linalg.cholesky(K), K)  # JAX's own derivation
-    (full,) = pullback(jnp.tril(L_bar))
-    want = jnp.tril(full + full.T) - jnp.diag(jnp.diag(full))
-    assert jnp.allclose(cholesky_reverse_unblocked(L, L_bar), want, atol=1e-9)
+    full = np.asarray(pullback(np.tril(L_bar))[0])
+    want = np.tril(full + full.T) - np.diag(np.diag(full))
+    assert np.allclose(jax.jit(cholesky_reverse_unblocked)(L, L_bar), want, atol=1e-9)
     blocked = jax.jit(cholesky_reverse_blocked, static_argnums=2)
-    assert jnp.allclose(blocked(L, L_bar, block), want, atol=1e-9)
+    assert np.allclose(blocked(L, L_bar, block), want, atol=1e-9)
 
 
 def test_small_helpers():
-    K, B = spd(5), jnp.asarray(rng.normal(size=(5, 2)))
-    L = cholesky(K)
-    assert jnp.allclose(L @ solve_lower(L, B), B) and jnp.allclose(L.T @ solve_upper(L, B[:, 0]), B[:, 0])
+    K, B = spd(5), rng.normal(size=(5, 2))
+    L = np.linalg.cholesky(K)
+    assert np.allclose(L @ np.asarray(solve_lower(L, B)), B) and np.allclose(L.T @ np.asarray(solve_upper(L, B[:, 0])), B[:, 0])
     assert np.isclose(log_determinant(L), np.linalg.slogdet(K)[1])
-    assert jnp.allclose(add_diagonal(K, jnp.arange(5.0)), K + jnp.diag(jnp.arange(5.0)))
+    assert np.allclose(add_diagonal(K, np.arange(5.0)), K + np.diag(np.arange(5.0)))
 
 
 def test_a_failure_is_nan_for_those_who_ask_and_ends_nobody_else():
-    K = jnp.stack([spd(4), -jnp.eye(4)])
+    K = np.stack([spd(4), -np.eye(4)])
     with nan_on_failure():
-        L = jax.jit(jax.vmap(cholesky))(K)
-        value, slope = jax.value_and_grad(lambda K: log_density(jnp.ones(4), 0.0, K))(K[1])
-    assert jnp.allclose(L[0], cholesky(K[0])) and jnp.isnan(L[1]).any()
-    assert jnp.isnan(value) and jnp.isnan(slope).any()
+        L = np.asarray(jax.jit(jax.vmap(cholesky))(K))
+        value, slope = jax.jit(jax.value_and_grad(lambda K: log_density(np.ones(4), 0.0, K)))(K[1])
+    assert np.allclose(L[0], compiled_cholesky(K[0])) and np.isnan(L[1]).any()
+    assert np.isnan(value) and np.isnan(slope).any()
     with pytest.raises(eqx.EquinoxRuntimeError, match="K of size 4 x 4"):
         jax.block_until_ready(jax.vmap(cholesky)(K))
 
@@ -182,12 +184,12 @@ def test_a_failure_is_nan_for_those_who_ask_and_ends_nobody_else():
 def test_a_program_compiled_for_nan_is_not_reused_for_errors():
     factor = jax.jit(cholesky)
     with nan_on_failure():
-        assert jnp.isnan(factor(-jnp.eye(3))).any()
+        assert np.isnan(factor(-np.eye(3))).any()
     with pytest.raises(Exception, match="K of size 3 x 3"):
-        jax.block_until_ready(factor(-jnp.eye(3)))
+        jax.block_until_ready(factor(-np.eye(3)))
     assert not fails_with_nan()
 
 
 def test_second_derivatives_through_inverses():
     function = lambda L: jnp.sum(jnp.sin(inverses(jnp.tril(L))[1])) + jnp.sum(inverse_lower(jnp.tril(L)) ** 2)
-    check_derivatives(function, jnp.linalg.cholesky(spd(5, floor=1.0)))
+    check_derivatives(function, np.linalg.cholesky(spd(5, floor=1.0)))
