@@ -156,8 +156,9 @@ def test_base_agrees_with_overrides_elementwise_and_over_outputs():
     base = Likelihood
     expected = ask(likelihood, "variational_expectations", mean, var, y)
     assert np.allclose(expected, ask(likelihood, base.variational_expectations, mean, var, y))
-    assert np.allclose(ask(likelihood, "predictive_log_density", mean, var, y), ask(likelihood, base.log_tilted, mean, var, y), atol=1e-3)
-    for ours, theirs in zip(ask(likelihood, "predict_mean_and_var", mean, var), ask(likelihood, base.predict_mean_and_var, mean, var)):
+    density = ask(likelihood, "predictive_log_density", mean, var, y)
+    assert np.allclose(density, ask(likelihood, base.log_tilted, mean, var, y), atol=1e-3)
+    for ours, theirs in zip(*(ask(likelihood, method, mean, var) for method in ("predict_mean_and_var", base.predict_mean_and_var))):
         assert np.allclose(ours, theirs) and ours.shape == (7, 2)
     column = ask(unwrap(Gaussian(2.0)), "variational_expectations", mean[:, 1], var[:, 1], y[:, 1])
     assert np.allclose(column, expected[:, 1])
@@ -200,7 +201,7 @@ def test_far_away_the_log_density_stays_finite():
 def test_single_precision_stays_single():
     likelihood = unwrap(cast(Gaussian(0.5), jnp.float32))
     mean, var, y = (np.array(a, np.float32) for a in ([0.0, 1.0], [0.1, 0.2], [0.3, 0.4]))
-    values = (ask(likelihood, "variational_expectations", mean, var, y), ask(likelihood, "predictive_log_density", mean, var, y),
+    values = (*(ask(likelihood, method, mean, var, y) for method in ("variational_expectations", "predictive_log_density")),
               *ask(likelihood, "predict_mean_and_var", mean, var))
     assert all(v.dtype == jnp.float32 for v in values)
     double = unwrap(Gaussian(0.5))
@@ -548,7 +549,8 @@ def test_robust_max_against_a_fine_grid_and_draws(classes, atol):
     assert terms.shape == (40_000, 8)
     assert np.all(np.abs(terms.mean(0) - expected) < 5 * terms.std(0) / 200 + 1e-3)
     p, p_var = map(np.asarray, ask(likelihood, "predict_mean_and_var", mean, var))
-    assert np.allclose(p, np.mean(ask(likelihood, "conditional_mean", f), axis=0), atol=0.015) and np.allclose(p_var, p * (1 - p))
+    assert np.allclose(p, np.mean(ask(likelihood, "conditional_mean", f), axis=0), atol=0.015)
+    assert np.allclose(p_var, p * (1 - p))
     assert np.allclose(p.sum(1), 1, atol=classes * atol) and np.allclose(np.log(p[np.arange(8), y]), ask(likelihood, "log_tilted", mean, var, y))
     if classes == 2:
         other = 1 - y
@@ -573,7 +575,7 @@ def test_multiclass_is_finite_far_out(likelihood, dtype):
     for array in jax.tree.leaves(slopes(likelihood, mean, var, y, np.ones_like(mean) * np.array([2, 1, 1], dtype))):
         assert array.dtype == dtype and np.isfinite(array).all()
     p = np.asarray(ask(likelihood, "predict_mean_and_var", mean, var)[0])
-    assert ask(likelihood, "log_density", mean, y).dtype == dtype and ask(likelihood, "conditional_variance", mean).dtype == dtype
+    assert ask(likelihood, "log_density", mean, y).dtype == ask(likelihood, "conditional_variance", mean).dtype == dtype
     assert p.dtype == dtype and np.allclose(p.sum(1), 1, atol=1e-4)
 
 
@@ -722,7 +724,8 @@ def test_nodes_that_stay_give_the_gaussian_identity_and_ignore_kinks():
 @pytest.mark.parametrize("link", LINKS)
 def test_moments_of_a_label_far_out(link, dtype):
     mean, var = (a.ravel() for a in np.meshgrid([-1e4, -1e3, -100.0, -10.0, -1.0, 0.0, 3.0, 100.0, 1e4], np.geomspace(1e-8, 1e8, 17)))
-    log_Z, m, v = (np.asarray(a, float) for a in moments(Bernoulli(link), *(a.astype(dtype) for a in (mean, var, np.ones_like(mean)))))
+    rounded = (a.astype(dtype) for a in (mean, var, np.ones_like(mean)))
+    log_Z, m, v = (np.asarray(a, float) for a in moments(Bernoulli(link), *rounded))
     shrinkage = v / var.astype(dtype).astype(float)
     assert np.isfinite(log_Z).all() and np.isfinite(m).all() and np.all(v > 0)
     assert np.all(shrinkage <= 1 + 1e4 * jnp.finfo(dtype).eps)                              # log concave
@@ -841,8 +844,9 @@ def test_exposures_are_bins_of_their_own():
         in_bins_of_one = ask(Poisson(), method, mean + np.log(exposure), var, y[:, 0])      # b exp(f) = exp(f + log b)
         assert together.shape == (5,) and np.allclose(together, in_bins_of_one, rtol=1e-9)
         assert np.allclose(ask(likelihood, method, mean[rows], var[rows], y[rows]), together[rows])   # they travel with their rows
-    assert np.allclose(ask(likelihood, "log_density", mean, y), [poisson(m, count, b) for m, (count, b) in zip(mean, y.tolist())])
-    for ours, unit in zip(ask(likelihood, "predict_mean_and_var", mean, var), ask(Poisson(), "predict_mean_and_var", mean, var)):
+    by_hand = [poisson(m, count, b) for m, (count, b) in zip(mean, y.tolist())]
+    assert np.allclose(ask(likelihood, "log_density", mean, y), by_hand)
+    for ours, unit in zip(*(ask(each, "predict_mean_and_var", mean, var) for each in (likelihood, Poisson()))):
         assert np.allclose(ours, unit)
     log_Z, m, v = moments(likelihood, mean, var, y)
     exact = np.array([grid_moments(lambda f: poisson(f, *row), *at) for row, at in zip(y.tolist(), zip(mean, var))])

@@ -90,7 +90,8 @@ def written_out(approx, X, y):
         K_inv = jnp.linalg.inv(K)
         W = K_inv @ Kuf
         var = model.kernel.evaluate_diag(X) + jnp.sum(W * ((S_u - K) @ W), axis=0)
-        kl = 0.5 * (jnp.trace(K_inv @ S_u) + mean_u @ K_inv @ mean_u - M + jnp.linalg.slogdet(K)[1] - jnp.linalg.slogdet(S_u)[1])
+        kl = 0.5 * (jnp.trace(K_inv @ S_u) + mean_u @ K_inv @ mean_u - M
+                    + jnp.linalg.slogdet(K)[1] - jnp.linalg.slogdet(S_u)[1])
         return model.mean.evaluate(X) + W.T @ mean_u, var, kl
 
     inducing = jax.tree.map(lambda *each: jnp.stack(each), *(parts(approx) * len(R))[:len(R)])

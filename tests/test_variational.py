@@ -110,7 +110,8 @@ def test_refining_a_partition_never_lowers_the_divergence(seed):
 
 @eqx.filter_jit
 def conditionals(L, Kuf, Kuf2, variances, covariance, m, S_factor, whiten=True):
-    return conditional(L, Kuf, variances, m, S_factor, whiten), conditional_covariance(L, Kuf, Kuf2, covariance, S_factor, whiten)
+    marginals = conditional(L, Kuf, variances, m, S_factor, whiten)
+    return marginals, conditional_covariance(L, Kuf, Kuf2, covariance, S_factor, whiten)
 
 
 @pytest.mark.parametrize("whiten", [True, False])
