@@ -108,10 +108,10 @@ def check_rows(*batch) -> tuple:
 
 def _as_array(array):
     "An array of numbers in JAX; NumPy comes first, for lists and for dtypes."
-    array = array if isinstance(array, jax.Array) else np.asarray(array)
+    array = array if isinstance(array, jax.Array) else np.array(array)
     if array.dtype != bool and not jnp.issubdtype(array.dtype, jnp.number):
         raise ValueError(f"data must be arrays of numbers, got dtype {array.dtype}")
-    return jnp.asarray(array)
+    return jax.device_put(array)  # the copy, not what the user may change
 
 # %% ../nbs/13_batches.ipynb #b021
 def spread(
@@ -226,7 +226,7 @@ class Stream:
         if len(rows) < self.length * shape[0]:
             places = np.zeros((self.length * shape[0], *shape[1:]), rows.dtype)
             places[:len(rows)] = rows
-            rows = jnp.asarray(places)
+            rows = jax.device_put(places)
         return rows.reshape(self.length, *shape)
 
 # %% ../nbs/13_batches.ipynb #b027

@@ -89,7 +89,7 @@ def as_float(value, name: str = "value") -> Array:
     "`value` as an array of its floating dtype, or else of JAX's default float."
     try:
         if not isinstance(value, jax.Array):
-            value = jax.device_put(np.asarray(value))  # compiles nothing; not weak
+            value = jax.device_put(np.array(value))  # a copy, and nothing to compile
     except (TypeError, ValueError) as error:
         raise ValueError(f"{name} must be a number or an array of numbers, "
                          f"got {type(value).__name__}") from error

@@ -123,3 +123,18 @@ def test_vmap_and_second_derivatives_go_through_the_bijections():
     hessians = jax.jit(jax.vmap(jax.hessian(through_parameters)))(vs)
     np.testing.assert_allclose(hessians, jax.jit(jax.vmap(jax.hessian(by_hand)))(vs), rtol=1e-10, atol=1e-12)
     np.testing.assert_allclose(jax.jit(jax.vmap(through_parameters))(vs), [through_parameters(v) for v in vs], rtol=1e-12)
+
+
+@pytest.mark.parametrize("size", [1, 64, 4096])
+def test_an_array_that_is_changed_later_changes_nothing_made_from_it(size):
+    array = aligned_ones(size)
+    lengthscale, X = positive(array), as_float(array)
+    array[0] = 7.0
+    assert lengthscale.value[0] == pytest.approx(1.0) and X[0] == 1.0
+
+
+def aligned_ones(size):
+    "Ones in memory that JAX might share instead of copying."
+    raw = np.ones(size + 64)
+    start = -raw.ctypes.data % 64 // 8
+    return raw[start:start + size]
