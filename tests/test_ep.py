@@ -20,10 +20,10 @@ from gp_thesis.exact import GP, Exact
 from gp_thesis.fitting import fit, negative_objective
 from gp_thesis.inducing import InducingPoints, InducingPosterior, inducing_factor
 from gp_thesis.kernels import RBF, ConstantMean, Matern32
-from gp_thesis.likelihoods import Bernoulli, Gaussian, Likelihood, Poisson, RobustMax, StudentT
+from gp_thesis.likelihoods import Bernoulli, Gaussian, Poisson, RobustMax, StudentT
 from gp_thesis.linalg import nan_on_failure
 from gp_thesis.optimisers import flat_value_and_gradient
-from gp_thesis.parameters import Parameter, cast, freeze, partition, positive, unwrap
+from gp_thesis.parameters import cast, freeze, partition, unwrap
 from gp_thesis.sparse import FITC, uncollapsed_bound
 from gp_thesis.variational import VGP
 
