@@ -112,7 +112,7 @@ def zeros_for(
     model: GP,
     num_data: int,  # N
     num_latents: int = 1,  # P
-) -> Array:  # (N,), or (N, P) if P > 1
+) -> np.ndarray:  # (N,), or (N, P) if P > 1
     "Zeros for each data point and latent function, in the dtype of the model."
     if not isinstance(model, GP):
         raise ValueError(f"model must be a gp_thesis GP, got {type(model).__name__}")
