@@ -1,14 +1,17 @@
 """Everything that must hold, `python -m tools.check [NAME ...]`: the export, the site, every notebook and every test file.
 
-Each runs in a process of its own, two at a time, so that its memory goes back when it ends; they share one cache of
-compiled programs. One line for each with its processor time and peak memory, the output of what failed, the slowest ten,
+Each runs in a process of its own, two at a time, so that its memory goes back when it ends. The processes are forks of one
+that has imported what most of them need, and share one cache of compiled programs. One line for each with its processor time and peak memory, the output of what failed, the slowest ten,
 and a last line of sums. No NAMEs: all; else only what contains one. Times are printed and never judged."""
 
+import multiprocessing
 import os
 import re
-import subprocess
+import resource
+import runpy
 import sys
 import tempfile
+import traceback
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,7 +21,11 @@ TOP = Path(__file__).resolve().parent.parent
 FIRST = ["tools.check_export", "tools.site"]    # tests look at what these leave behind
 ALONE = ["tests/test_memory.py"]                # as large as all others together may be
 TOTAL_MEMORY, SECONDS = 8.0, 60                 # GiB of all at the same time; processor time above which a line is marked
-NOTEBOOK = "import sys; from nbdev.test import test_nb; sys.exit(not test_nb(*sys.argv[1:], skip_flags=['notest'], basepath='.')[0])"
+FORKS = multiprocessing.get_context("forkserver")
+# Not the package itself, which some tests must be the first to import; none of these starts a thread.
+FORKS.set_forkserver_preload([
+    "equinox", "hypothesis", "IPython", "jax", "matplotlib.pyplot", "nbdev.test", "numpyro.distributions", "optax", "pytest",
+    "scipy.stats", "seaborn"])
 ENVIRONMENT = {
     "GP_THESIS_PROFILE": "quick",
     "OPENBLAS_NUM_THREADS": "1",                            # two processes share two cores; idle threads would spin
@@ -46,11 +53,34 @@ class Done:
         return f"{mark}{self.seconds:7.1f} s {self.memory:5.1f} GiB  {self.name}  {counts}".rstrip()
 
 
-def command(name: str) -> list[str]:
-    "The arguments of Python that check `name`: a module, a notebook or a file of tests."
+def run(name: str) -> bool:
+    "Whether `name`, a module, a notebook or a file of tests, failed."
     if name.endswith(".ipynb"):
-        return ["-c", NOTEBOOK, name]
-    return ["-m", "pytest", "-q", "--tb=short", name] if name.endswith(".py") else ["-m", name]
+        from nbdev.test import test_nb
+        return not test_nb(name, skip_flags=["notest"], basepath=".")[0]
+    if name.endswith(".py"):
+        import pytest
+        return bool(pytest.main(["-q", "--tb=short", "-W", "ignore:Module already imported", name]))
+    runpy.run_module(name, run_name="__main__")
+    return False
+
+
+def work(name: str, output: str, answer) -> None:
+    "Run one check in this process; send whether it failed, its processor time and the peak memory of its largest process."
+    with open(output, "wb") as file:
+        os.dup2(file.fileno(), 1), os.dup2(file.fileno(), 2)
+    os.chdir(TOP)
+    sys.argv = [name]
+    failed = True
+    try:
+        failed = run(name)
+    except SystemExit as end:
+        failed = bool(end.code)
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush(), sys.stderr.flush()
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    answer.send((failed, sum(each.ru_utime + each.ru_stime for each in used), max(each.ru_maxrss for each in used)))
 
 
 def outcomes(output: str) -> dict[str, int]:
@@ -61,14 +91,22 @@ def outcomes(output: str) -> dict[str, int]:
 
 def check(name: str, limit: float) -> Done:
     "Run one check to its end and print its line."
-    with tempfile.TemporaryFile() as file:
-        process = subprocess.Popen([sys.executable, *command(name)], cwd=TOP, env=os.environ | ENVIRONMENT, stdout=file, stderr=file)
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-        file.seek(0)
-        output = file.read().decode(errors="replace")
+    answer, theirs = FORKS.Pipe(duplex=False)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "output")
+        process = FORKS.Process(target=work, args=(name, str(file), theirs))
+        process.start()
+        theirs.close()
+        try:
+            failed, seconds, memory = answer.recv()
+        except EOFError:                                                        # it was killed
+            failed, seconds, memory = True, 0.0, 0
+        process.join()
+        output = file.read_text(errors="replace") if file.exists() else ""
     kibi = 2**20 if sys.platform != "darwin" else 2**30                         # macOS counts bytes
-    done = Done(name, process.returncode != 0, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / kibi, output)
+    done = Done(name, failed or process.exitcode != 0, seconds, memory / kibi, output)
+    if process.exitcode:
+        done.output += f"\n{name} ended with exit code {process.exitcode}\n"
     if done.memory > limit:
         done.failed, done.output = True, f"{output}\n{name} took {done.memory:.1f} GiB, more than {limit:.1f}\n"
     done.counts = outcomes(output) if name.endswith(".py") else {}
@@ -78,7 +116,8 @@ def check(name: str, limit: float) -> Done:
 
 
 def main(wanted: list[str]) -> int:
-    "Run all that is wanted; the number of failures, at most 1."
+    "Run all that is wanted; 1 if something failed, else 0."
+    os.environ.update(ENVIRONMENT)                                              # before the first fork
     notebooks, tests = (sorted(map(str, (Path(folder, file.name) for file in (TOP / folder).glob(pattern))),
                                key=lambda name: -(TOP / name).stat().st_size)           # the long ones first
                         for folder, pattern in (("nbs", "*.ipynb"), ("tests", "test_*.py")))
