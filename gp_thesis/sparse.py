@@ -21,6 +21,7 @@ from .gaussians import kl_from_cholesky
 from .inducing import (
     InducingPosterior, InducingVariables, check_inducing, inducing_factor, projection)
 from .linalg import cholesky, inverse_lower, log_determinant, precise
+from .parameters import Fixed
 from gp_thesis.products import (
     gram, in_one_chunk, log_normaliser, move_factor, over_rows, solve, still_gram,
     with_inverse)
@@ -111,28 +112,28 @@ def power_zero_statistics(approx, sums):
 def statistics_of(approx, L, X, y):
     "@eq-pep-statistics of all rows, for arrays."
     R, factor = (y.T - approx.model.mean.evaluate(X).T).T, with_inverse(L)
-    power, M = np.asarray(approx.power), len(L)
-    if not power.any():
+    power, M = approx.power, len(L)
+    if power is None:
         return power_zero_statistics(approx, power_zero_sums(approx, factor, X, R))
     if approx.blocks is not None:
         return _sum_over_blocks(approx, factor, X, R)
     corrected = in_one_chunk(len(X), M)
     of_rows = lambda *rows: row_statistics(approx, factor, *rows, corrected)
+    power = power.astype(R.dtype)
     if power.ndim:
-        return over_rows(of_rows, M, (X, R, jnp.asarray(power, R.dtype)))
-    power = jnp.asarray(power, R.dtype)
+        return over_rows(of_rows, M, (X, R, power))
     return over_rows(lambda X, R: of_rows(X, R, power), M, (X, R))
 
 
 def _sum_over_blocks(approx, factor, X, R):
     total, blocks = 0, approx.blocks
-    powers = np.broadcast_to(approx.power, len(blocks))
+    powers = jnp.broadcast_to(approx.power.astype(R.dtype), len(blocks))
     of_block = jax.vmap(lambda rows, power: block_statistics(
         approx, factor, X[rows], R[rows], power))
     for size in sorted({len(block) for block in blocks}):
         chosen = [b for b, block in enumerate(blocks) if len(block) == size]
         rows = jnp.stack([blocks[b] for b in chosen])
-        each = of_block(rows, jnp.asarray(powers[chosen], R.dtype))
+        each = of_block(rows, powers[np.array(chosen)])
         total = total + jax.tree.map(lambda a: jnp.sum(a, axis=0), each)
     return total
 
@@ -201,7 +202,7 @@ def _as_blocks(blocks):
 
 # %% ../nbs/23_sparse_regression.ipynb #c037a
 def _as_power(power, blocks):
-    "A float or a tuple of floats, one for each block; ValueError unless in [0, 1]."
+    "α as an array () or (number of blocks,), None for 0; ValueError unless in [0, 1]."
     try:
         values = np.asarray(power, float)
     except (TypeError, ValueError):
@@ -209,12 +210,10 @@ def _as_power(power, blocks):
     if values.ndim > 1 or not np.all((values >= 0) & (values <= 1)):
         raise ValueError("power must be a number in [0, 1], or one such number for "
                          f"each block, got {power!r}")
-    if values.ndim == 0:
-        return float(values)
-    if blocks is not None and len(values) != len(blocks):
+    if values.ndim and blocks is not None and len(values) != len(blocks):
         raise ValueError(f"power must be one number, or one for each of the "
                          f"{len(blocks)} blocks, got {len(values)}")
-    return tuple(values.tolist())
+    return Fixed(values) if values.any() else None
 
 # %% ../nbs/23_sparse_regression.ipynb #c038
 class SparseRegression(Approximation):
@@ -266,9 +265,9 @@ def _factor(approx):
 
 def check_blocks(approx, X):
     "ValueError unless blocks and powers are for as many rows as X has."
-    blocks, power = approx.blocks, approx.power
-    rows = len(power) if isinstance(power, tuple) and blocks is None else len(X)
-    rows = rows if blocks is None else sum(map(len, blocks))
+    powers = [alpha for alpha in jax.tree.leaves(approx.power) if np.ndim(alpha)]
+    parts = powers if approx.blocks is None else approx.blocks
+    rows = sum(map(len, parts)) if parts else len(X)
     if rows != len(X):
         raise ValueError(f"blocks and power are for {rows} rows, but X has {len(X)}")
 
@@ -279,7 +278,7 @@ class PowerEPRegression(SparseRegression):
     Power 0 is the variational bound, power 1 with blocks of one row FITC, with larger
     blocks PITC. O(N (M² + n²)) time for blocks of n rows; memory for chunks of rows
     only, at power 0 and with blocks of one. [@bui2017thesis, sections 2.3.6, 2.3.7]"""
-    power: float | tuple[float, ...] = eqx.field(static=True)
+    power: Fixed | None  # None is 0, a program of its own
     blocks: tuple[np.ndarray, ...] | None
     priced: ClassVar[bool] = True
 
@@ -298,7 +297,7 @@ class PowerEPRegression(SparseRegression):
 # %% ../nbs/23_sparse_regression.ipynb #c041
 class DTC(SparseRegression):
     "The evidence and posterior of a model whose prior is of rank M, @eq-dtc."
-    power: ClassVar[float] = 0.0
+    power: ClassVar[None] = None
     blocks: ClassVar[None] = None
     priced: ClassVar[bool] = False
 

@@ -10,7 +10,7 @@ import scipy.integrate
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gp_thesis.parameters import (as_float, cast, free, freeze, log_prior, log_prior_unconstrained, lower_triangular,
+from gp_thesis.parameters import (Fixed, as_float, cast, free, freeze, log_prior, log_prior_unconstrained, lower_triangular,
                                   partition, positive, unfreeze, unit_interval, unwrap)
 
 
@@ -76,6 +76,12 @@ def test_frozen_parameters_do_not_move_and_thaw():
     assert np.isclose(jax.tree.leaves(gradient)[0], 1.0)
     assert len(jax.tree.leaves(partition(unfreeze(model))[0])) == 2
     assert np.isclose(log_prior(unfreeze(model)), dist.Gamma(2.0, 1.0).log_prob(1.0)) and log_prior(model) == 0
+
+
+def test_what_a_method_is_neither_moves_nor_thaws():
+    tree = {"power": Fixed(np.array(0.5)), "a": freeze(free(3.0))}
+    assert not jax.tree.leaves(partition(tree)[0]) and len(jax.tree.leaves(partition(unfreeze(tree))[0])) == 1
+    assert unwrap(unfreeze(tree))["power"] == 0.5
 
 
 def test_combine_inverts_partition():
