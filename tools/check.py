@@ -9,6 +9,7 @@ import os
 import re
 import resource
 import runpy
+import signal
 import sys
 import tempfile
 import traceback
@@ -69,6 +70,7 @@ def work(name: str, output: str, answer) -> None:
     "Run one check in this process; send whether it failed, its processor time and the peak memory of its largest process."
     with open(output, "wb") as file:
         os.dup2(file.fileno(), 1), os.dup2(file.fileno(), 2)
+    signal.signal(signal.SIGINT, signal.default_int_handler)                    # a fork of the server would ignore it
     os.chdir(TOP)
     sys.argv = [name]
     failed = True
