@@ -25,7 +25,7 @@ from .kernels import (
 from .likelihoods import (
     Bernoulli, Beta, Gamma, Gaussian, Likelihood, Poisson, RobustMax, Softmax,
     StudentT)
-from .linalg import nan_on_failure
+from .linalg import nan_on_failure, one_blas_thread
 from .parameters import (
     Parameter, cast, free, freeze, log_prior, log_prior_unconstrained,
     lower_triangular, partition, positive, unfreeze, unit_interval, unwrap)

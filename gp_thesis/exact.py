@@ -21,7 +21,7 @@ from .kernels import Kernel, Mean, Process, Zero, check_dtypes, check_inputs
 from .likelihoods import Gaussian, Likelihood
 from .linalg import (
     JITTER, add_diagonal, cholesky, factor_or_nan, fails_with_nan, log_density,
-    nan_on_failure, precise, solve_lower, solve_upper)
+    nan_on_failure, one_blas_thread, precise, solve_lower, solve_upper)
 from .parameters import unwrap
 from .products import project
 
@@ -93,13 +93,15 @@ def compiled(
     can raise calls back to Python; with concrete arrays it is made only where one that
     cannot found NaN."""
     leaves = jax.tree.leaves((module, arguments))
-    traced = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
-    if not fails_with_nan() and not traced:
-        with nan_on_failure():
-            result, finite = _compiled(function, module, *arguments)
-        if not isinstance(finite, jax.core.Tracer) and finite:
-            return result
-    return _compiled(function, module, *arguments)[0]
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        return _compiled(function, module, *arguments)[0]
+    with one_blas_thread():  # until the results are there
+        if not fails_with_nan():
+            with nan_on_failure():
+                result, finite = _compiled(function, module, *arguments)
+            if not isinstance(finite, jax.core.Tracer) and finite:
+                return result
+        return jax.block_until_ready(_compiled(function, module, *arguments)[0])
 
 # %% ../nbs/12_regression.ipynb #c011a
 class GaussianPosterior(Posterior):

@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 import scipy.stats
 from jax.flatten_util import ravel_pytree
+from threadpoolctl import threadpool_info, threadpool_limits
 
+from gp_thesis import linalg
 from gp_thesis.linalg import (JITTER, add_diagonal, cholesky, cholesky_reverse_blocked, cholesky_reverse_unblocked,
                               fails_with_nan, inverse_lower, inverses, log_density, nan_on_failure,
-                              log_determinant, low_rank_log_determinant, solve_lower, solve_upper, woodbury_solve)
+                              log_determinant, low_rank_log_determinant, one_blas_thread, solve_lower, solve_upper, woodbury_solve)
 
 rng = np.random.default_rng(0)
 
@@ -92,13 +94,33 @@ def test_cholesky_under_vmap_mixes_good_and_singular():
     assert np.allclose(L[0], compiled_cholesky(K[0])) and np.allclose(L[1], compiled_cholesky(K[1]))
 
 
-@pytest.mark.parametrize("n, block", [(1, None), (5, 2), (129, None), (20, 8)])
-def test_inverses(n, block):
+@pytest.mark.parametrize("n", [1, 5, 128, 131])
+def test_inverses(n):
     K = spd(n)
-    L_inv, K_inv, diagonal = inverses(np.linalg.cholesky(K), block)
+    L_inv, K_inv, diagonal = inverses(np.linalg.cholesky(K))
     assert np.allclose(diagonal, np.diag(np.linalg.inv(K)), atol=1e-10)
     assert np.allclose(L_inv, np.linalg.inv(np.linalg.cholesky(K)), atol=1e-10)
     assert np.allclose(K_inv, np.linalg.inv(K), atol=1e-10)
+
+
+@pytest.mark.parametrize("n", [39, 131])
+def test_large_matrices_go_block_by_block(n, monkeypatch):
+    monkeypatch.setattr(linalg, "WHOLE", 10)                    # four blocks for the smaller matrix, eight for the larger
+    K = spd(n)
+    L = np.linalg.cholesky(K)
+    assert np.allclose(jax.jit(linalg.factor_or_nan)(K), L, rtol=0, atol=1e-13)
+    assert np.isnan(jax.jit(linalg.factor_or_nan)(K - 3 * np.diag(np.arange(n) == n - 1))).any()
+    assert np.allclose(inverses(L)[0], np.linalg.inv(L), atol=1e-10) and np.allclose(inverses(L)[1], np.linalg.inv(K), atol=1e-10)
+
+
+def test_blas_has_one_thread_within_the_context_and_as_many_as_before_after_it():
+    threads = lambda: [pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"]
+    with threadpool_limits(2, user_api="blas"):
+        before = threads()
+        with pytest.raises(ZeroDivisionError), one_blas_thread():
+            assert before and set(threads()) == {1}
+            1 / 0
+        assert threads() == before
 
 
 def test_inverse_of_an_ill_conditioned_matrix_is_as_accurate_as_its_condition_number_allows():
