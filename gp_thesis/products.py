@@ -19,7 +19,7 @@ from jax.scipy.sparse.linalg import bicgstab
 from jaxtyping import Array
 
 from .linalg import (
-    cholesky, inverse_lower, inverses, log_determinant, precise, solve_lower)
+    cholesky, inverse_lower, inverses, log_determinant, precise, solve_lower, times)
 
 # %% ../nbs/06_products.ipynb #c008
 class Projection(NamedTuple):
@@ -75,7 +75,7 @@ def solve(
 def _solve_jvp(corrected, primals, tangents):
     (factor, Kuf), (d_factor, dK) = primals, tangents
     A = solve(factor, Kuf, corrected)
-    return A, factor.inverse @ (dK - d_factor.L @ A)  # @eq-solve-derivative
+    return A, times(factor.inverse, dK - d_factor.L @ A)  # @eq-solve-derivative
 
 # %% ../nbs/06_products.ipynb #c013
 @jax.custom_jvp
@@ -228,7 +228,8 @@ def squares(
 
     def add(j):  # one product for the panels of all functions
         panels = jnp.swapaxes(R[:, j:, j:j + size], 1, 2).reshape(-1, M - j)
-        return jnp.sum(((panels @ A[j:]) ** 2).reshape(P, -1, A.shape[1]), axis=1)
+        projected = times(panels, A[j:]).reshape(P, -1, A.shape[1])
+        return jnp.sum(projected**2, axis=1)
 
     return sum(add(j) for j in range(0, M, size))
 

@@ -11,7 +11,7 @@ from threadpoolctl import threadpool_info, threadpool_limits
 from gp_thesis import linalg
 from gp_thesis.linalg import (JITTER, add_diagonal, cholesky, cholesky_reverse_blocked, cholesky_reverse_unblocked,
                               fails_with_nan, inverse_lower, inverses, log_density, nan_on_failure,
-                              log_determinant, low_rank_log_determinant, one_blas_thread, solve_lower, solve_upper, woodbury_solve)
+                              log_determinant, low_rank_log_determinant, one_blas_thread, solve_lower, solve_upper, times, woodbury_solve)
 
 rng = np.random.default_rng(0)
 
@@ -94,7 +94,7 @@ def test_cholesky_under_vmap_mixes_good_and_singular():
     assert np.allclose(L[0], compiled_cholesky(K[0])) and np.allclose(L[1], compiled_cholesky(K[1]))
 
 
-@pytest.mark.parametrize("n", [1, 5, 128, 131])
+@pytest.mark.parametrize("n", [1, 5, 128, 259])
 def test_inverses(n):
     K = spd(n)
     L_inv, K_inv, diagonal = inverses(np.linalg.cholesky(K))
@@ -103,7 +103,7 @@ def test_inverses(n):
     assert np.allclose(K_inv, np.linalg.inv(K), atol=1e-10)
 
 
-@pytest.mark.parametrize("n", [39, 131])
+@pytest.mark.parametrize("n", [39, 259])
 def test_large_matrices_go_block_by_block(n, monkeypatch):
     monkeypatch.setattr(linalg, "WHOLE", 10)                    # four blocks for the smaller matrix, eight for the larger
     K = spd(n)
@@ -111,6 +111,14 @@ def test_large_matrices_go_block_by_block(n, monkeypatch):
     assert np.allclose(jax.jit(linalg.factor_or_nan)(K), L, rtol=0, atol=1e-13)
     assert np.isnan(jax.jit(linalg.factor_or_nan)(K - 3 * np.diag(np.arange(n) == n - 1))).any()
     assert np.allclose(inverses(L)[0], np.linalg.inv(L), atol=1e-10) and np.allclose(inverses(L)[1], np.linalg.inv(K), atol=1e-10)
+
+
+def test_times_is_a_product_to_second_order_under_vmap_and_where_one_factor_stands_still():
+    A, B = rng.normal(size=(3, 4)), rng.normal(size=(4, 2))
+    check_derivatives(lambda A, B: jnp.sum(jnp.sin(times(A, B))), A, B)
+    check_derivatives(lambda B: jnp.sum(jnp.sin(times(A, B))), B)
+    check_derivatives(lambda A: jnp.sum(jnp.sin(times(A, B))), A)
+    assert np.allclose(jax.jit(jax.vmap(times, (0, None)))(np.stack([A, 2 * A]), B), np.stack([A @ B, 2 * A @ B]))
 
 
 def test_blas_has_one_thread_within_the_context_and_as_many_as_before_after_it():
