@@ -51,7 +51,8 @@ def objective_and_gradient(approximation, *data, **settings):
         return jax.value_and_grad(lambda part: eqx.combine(part, rest).objective(*data, **settings))(trainable)
 
     def step():
-        return jax.block_until_ready(evaluate(trainable, *data))
+        with gpt.one_blas_thread():
+            return jax.block_until_ready(evaluate(trainable, *data))
 
     def read(result):
         value, gradient = result

@@ -1,0 +1,232 @@
+"""Whole runs as a newcomer starts them, on data that the book does not use: `python benchmarks/first_hour.py [--no-write] [name ...]`.
+
+Each run is a process of its own: import, model, fit from the same start, prediction of the test rows. Scores are in standard
+units (root mean squared error and mean log density; error rate and mean log probability), the objective is what was maximised,
+seconds are those of the whole process: on the wall, and of the processor over all threads. Regression: three standard splits
+each. Writes results/first_hour.json. The functions of the libraries are named after them; a library without a method has no row."""
+
+import argparse
+import json
+import resource
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+from report import OURS, write
+from run import in_process
+
+REGRESSION = ("exact RBF", "exact Matern52", "VFE", "FITC", "power 0.5", "SVGP")
+CLASSIFICATION = ("VGP", "EP", "Laplace", "SVGP")
+SPLITS, INDUCING, STEPS, BATCH, RATE = 3, 50, 2000, 256, 0.01
+PROBLEMS = {**{f"{name} {split}": REGRESSION for name in ("yacht", "energy") for split in range(SPLITS)},
+            "breast cancer": CLASSIFICATION, "a million rows": ("SVGP",)}
+
+
+def problem(name: str) -> dict:
+    "Arrays X, y, Xs, ys in standard units and inducing inputs Z; labels are 0 and 1."
+    random = np.random.default_rng(0)
+    if name == "breast cancer":
+        from sklearn.datasets import load_breast_cancer
+        X, y = load_breast_cancer(return_X_y=True)
+        order = random.permutation(len(X))
+        train, test = order[:400], order[400:]
+    elif name == "a million rows":
+        X = random.standard_normal((1_001_000, 8))
+        y = np.sin(X @ random.standard_normal((8, 3))).sum(1) + 0.3 * random.standard_normal(len(X))
+        train, test = np.arange(1_000_000), np.arange(1_000_000, len(X))
+    else:
+        from gp_thesis.data import standard_split, uci
+        data, split = name.split()
+        parts = standard_split(uci(data), int(split))
+        X, y = (np.concatenate([getattr(part, kind) for part in parts]) for kind in "Xy")
+        train, test = np.split(np.arange(len(X)), [len(parts[0].X)])
+    unit = lambda a: (a - a[train].mean(0)) / np.where(a[train].std(0) > 0, a[train].std(0), 1)
+    X, y = unit(X), y.astype(float) if name == "breast cancer" else unit(y)
+    Z = X[random.permutation(train)[:INDUCING if name != "a million rows" else 200]]
+    return {"X": X[train], "y": y[train], "Xs": X[test], "ys": y[test], "Z": Z, "kind": "labels" if name == "breast cancer" else "values"}
+
+
+def regression_scores(mean, variance, ys) -> tuple[float, float]:
+    density = -0.5 * (np.log(2 * np.pi * variance) + (ys - mean) ** 2 / variance)
+    return float(np.sqrt(np.mean((ys - mean) ** 2))), float(np.mean(density))
+
+
+def label_scores(p, ys) -> tuple[float, float]:
+    return float(np.mean((p > 0.5) != ys)), float(np.mean(np.log(np.where(ys > 0, p, 1 - p))))
+
+
+def gp_thesis(method, X, y, Xs, ys, Z, kind):
+    import gp_thesis as gpt
+    import jax
+    import optax
+    jax.config.update("jax_enable_x64", True)
+    kernel = (gpt.Matern52 if method.endswith("Matern52") else gpt.RBF)(np.ones(X.shape[1]))
+    model = gpt.GP(kernel, gpt.Bernoulli() if kind == "labels" else gpt.Gaussian(0.1))
+    inducing, settings = gpt.InducingPoints(Z), {}
+    if method == "SVGP":
+        settings = dict(optimiser=optax.adam(RATE), steps=STEPS, batch_size=BATCH, key=jax.random.key(0))
+    approx = {"exact": gpt.Exact, "VGP": gpt.VGP, "EP": gpt.EP}.get(method.split()[0])
+    sparse = {"VFE": gpt.VFE, "FITC": gpt.FITC, "SVGP": gpt.SVGP,
+              "power 0.5": lambda model, inducing: gpt.PowerEPRegression(model, inducing, 0.5)}.get(method)
+    if approx is None and sparse is None:
+        return None
+    approx = approx(model) if sparse is None else sparse(model, inducing)
+    fitted = gpt.fit(approx, (X, y), progress=False, **settings)
+    post = fitted.approx.posterior(X, y)
+    mean, variance = (np.asarray(a) for a in post.predict_y(Xs))
+    scores = label_scores(mean, ys) if kind == "labels" else regression_scores(mean, variance, ys)
+    return fitted.history.objective[-1] if method != "SVGP" else None, *scores
+
+
+def sklearn(method, X, y, Xs, ys, Z, kind):
+    from sklearn.gaussian_process import GaussianProcessClassifier, GaussianProcessRegressor
+    from sklearn.gaussian_process.kernels import RBF, ConstantKernel, Matern, WhiteKernel
+    scale = np.ones(X.shape[1])
+    if method == "Laplace":
+        model = GaussianProcessClassifier(ConstantKernel() * RBF(scale)).fit(X, y)
+        return model.log_marginal_likelihood_value_, *label_scores(model.predict_proba(Xs)[:, 1], ys)
+    if not method.startswith("exact"):
+        return None
+    kernel = Matern(scale, nu=2.5) if method.endswith("Matern52") else RBF(scale)
+    model = GaussianProcessRegressor(ConstantKernel() * kernel + WhiteKernel(0.1)).fit(X, y)
+    mean, deviation = model.predict(Xs, return_std=True)
+    return model.log_marginal_likelihood_value_, *regression_scores(mean, deviation**2, ys)
+
+
+def gpflow(method, X, y, Xs, ys, Z, kind):
+    import gpflow
+    import tensorflow as tf
+    kernel = (gpflow.kernels.Matern52 if method.endswith("Matern52") else gpflow.kernels.SquaredExponential)(lengthscales=np.ones(X.shape[1]))
+    data, y = (X, y[:, None]), y[:, None]
+    if method == "SVGP":
+        likelihood = gpflow.likelihoods.Bernoulli() if kind == "labels" else gpflow.likelihoods.Gaussian(0.1)
+        model = gpflow.models.SVGP(kernel, likelihood, Z, num_data=len(X))
+        batches = iter(tf.data.Dataset.from_tensor_slices(data).repeat().shuffle(min(len(X), 100_000), seed=0).batch(BATCH))
+        loss, optimiser = model.training_loss_closure(batches), tf.optimizers.Adam(RATE)
+        step = tf.function(lambda: optimiser.minimize(loss, model.trainable_variables))
+        for _ in range(STEPS):
+            step()
+        objective = None
+    else:
+        models = {"exact": lambda: gpflow.models.GPR(data, kernel, noise_variance=0.1),
+                  "VFE": lambda: gpflow.models.SGPR(data, kernel, Z, noise_variance=0.1),
+                  "FITC": lambda: gpflow.models.GPRFITC(data, kernel, Z, noise_variance=0.1),
+                  "VGP": lambda: gpflow.models.VGP(data, kernel, gpflow.likelihoods.Bernoulli())}
+        if (make := models.get(method.split()[0])) is None:
+            return None
+        model = make()
+        gpflow.optimizers.Scipy().minimize(model.training_loss, model.trainable_variables, options={"maxiter": 1000})
+        objective = -float(model.training_loss())
+    mean, variance = (a.numpy()[:, 0] for a in model.predict_y(Xs))
+    scores = label_scores(mean, ys) if kind == "labels" else regression_scores(mean, variance, ys)
+    return objective, *scores
+
+
+def gpytorch(method, X, y, Xs, ys, Z, kind):
+    import gpytorch
+    import torch
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    X, y, Xs, Z = map(torch.from_numpy, (X, y, Xs, Z))
+    base = gpytorch.kernels.MaternKernel(2.5, ard_num_dims=X.shape[1]) if method.endswith("Matern52") else gpytorch.kernels.RBFKernel(ard_num_dims=X.shape[1])
+    kernel = gpytorch.kernels.ScaleKernel(base)
+    base.lengthscale, kernel.outputscale = 1.0, 1.0
+    likelihood = gpytorch.likelihoods.BernoulliLikelihood() if kind == "labels" else gpytorch.likelihoods.GaussianLikelihood()
+    if kind == "values":
+        likelihood.noise = 0.1
+    prior = lambda self, X: gpytorch.distributions.MultivariateNormal(gpytorch.means.ZeroMean()(X), kernel(X))
+    if method == "SVGP":
+        class Model(gpytorch.models.ApproximateGP):
+            def __init__(self):
+                q = gpytorch.variational.CholeskyVariationalDistribution(len(Z))
+                super().__init__(gpytorch.variational.VariationalStrategy(self, Z, q))
+                self.kernel = kernel
+            forward = prior
+        model = Model()
+        objective, parameters = gpytorch.mlls.VariationalELBO(likelihood, model, len(X)), {*model.parameters(), *likelihood.parameters()}
+        optimiser = torch.optim.Adam(parameters, lr=RATE)
+        for _ in range(STEPS):
+            rows = torch.randint(len(X), (BATCH,))
+            optimiser.zero_grad()
+            (-objective(model(X[rows]), y[rows])).backward()
+            optimiser.step()
+        value = None
+    elif method.startswith("exact"):
+        class Model(gpytorch.models.ExactGP):
+            forward = prior
+        model = Model(X, y, likelihood)
+        model.kernel = kernel
+        objective = gpytorch.mlls.ExactMarginalLogLikelihood(likelihood, model)
+        optimiser = torch.optim.LBFGS([*model.parameters()], max_iter=1000, line_search_fn="strong_wolfe")
+
+        def closure():
+            optimiser.zero_grad()
+            loss = -objective(model(X), y)
+            loss.backward()
+            return loss
+
+        model.train(), optimiser.step(closure)
+        value = -float(closure()) * len(X)
+    else:
+        return None
+    model.eval(), likelihood.eval()
+    with torch.no_grad():
+        found = likelihood(model(Xs))
+        mean, variance = found.mean.numpy(), found.variance.numpy()
+    return value, *(label_scores(mean, ys) if kind == "labels" else regression_scores(mean, variance, ys))
+
+
+def worker(library: str, method: str, file: str) -> dict:
+    "What one run found, or `absent`."
+    with np.load(file) as arrays:
+        arrays = {name: arrays[name] for name in arrays}
+    arrays["kind"] = str(arrays["kind"])
+    found = globals()[library](method, **arrays)
+    if found is None:
+        return {"absent": True}
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    objective, error, density = found
+    return {"objective": None if objective is None else float(objective), "error": error, "density": density,
+            "processor": used.ru_utime + used.ru_stime}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", help=f"of {[*PROBLEMS]}; all by default")
+    parser.add_argument("--libraries", nargs="+", default=["gpflow", "gpytorch", "sklearn", OURS])
+    parser.add_argument("--no-write", dest="write", action="store_false", help="leave results/ alone")
+    parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        print(json.dumps(worker(*options.worker)))
+        return 0
+    results, failed = {}, 0
+    print(f"{'':<16}{'method':<16}{'library':<11}{'objective':>11}{'error':>9}{'density':>9}{'wall s':>9}{'processor s':>13}")
+    for name in options.names or PROBLEMS:
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder, "problem.npz")
+            np.savez(file, **problem(name))
+            for method in PROBLEMS[name]:
+                for library in options.libraries:
+                    start = time.perf_counter()
+                    found = in_process("first_hour.py", "--worker", library, method, file)
+                    if "absent" in found:
+                        continue
+                    found["wall"] = time.perf_counter() - start
+                    results.setdefault(name, {}).setdefault(method, {})[library] = found
+                    line = f"{name:<16}{method:<16}{library:<11}"
+                    if "processor" not in found:
+                        failed += library == OURS
+                        print(f"{line}failed: {found['error']}", flush=True)
+                        continue
+                    value = "-" if found["objective"] is None else f"{found['objective']:.1f}"
+                    print(f"{line}{value:>11}{found['error']:9.4f}{found['density']:9.3f}{found['wall']:9.1f}{found['processor']:13.1f}", flush=True)
+    if options.write:
+        write("first_hour", {"title": __doc__.splitlines()[0].split(":")[0], "steps": STEPS, "batch": BATCH, "runs": results})
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
