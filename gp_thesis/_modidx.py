@@ -988,6 +988,7 @@ d = { 'settings': { 'branch': 'main',
                                                                                       'gp_thesis/variational.py'),
                                        'gp_thesis.variational.mean_field_factors': ( 'variational.html#mean_field_factors',
                                                                                      'gp_thesis/variational.py'),
+                                       'gp_thesis.variational.or_fail': ('variational.html#or_fail', 'gp_thesis/variational.py'),
                                        'gp_thesis.variational.spread_given_others': ( 'variational.html#spread_given_others',
                                                                                       'gp_thesis/variational.py'),
                                        'gp_thesis.variational.zeros_for': ('variational.html#zeros_for', 'gp_thesis/variational.py')}}}

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['conditional', 'conditional_covariance', 'ConditionalPosterior', 'PointPosterior', 'check_count', 'zeros_for',
-           'MeanField', 'spread_given_others', 'mean_field_factors', 'MeanFieldPosterior', 'VGP', 'gaussian_bound',
-           'made_up_regression', 'made_up_regressions', 'WhitenedVGP']
+           'or_fail', 'MeanField', 'spread_given_others', 'mean_field_factors', 'MeanFieldPosterior', 'VGP',
+           'gaussian_bound', 'made_up_regression', 'made_up_regressions', 'WhitenedVGP']
 
 # %% ../nbs/20_variational.ipynb #c004
 from abc import abstractmethod
@@ -15,13 +15,14 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
 from .exact import GP, Approximation, GaussianPosterior, compiled, float_dtype
 from .gaussians import kl_from_cholesky
 from .likelihoods import tilted_moments
 from .linalg import (
-    JITTER, cholesky, inverses, log_determinant, precise, solve_lower, solve_upper)
+    JITTER, cholesky, fails_with_nan, inverse_lower, inverses, log_determinant, precise,
+    solve_lower, solve_upper)
 from .parameters import Parameter, free, lower_triangular, positive, unwrap
 from .products import project
 
@@ -123,6 +124,13 @@ def zeros_for(
                          f"got {num_latents}")
     shape = (num_data,) if num_latents == 1 else (num_data, num_latents)
     return np.zeros(shape, float_dtype(model))
+
+# %% ../nbs/20_variational.ipynb #c025b
+def or_fail(arrays: PyTree, failed: Array, message: str) -> PyTree:
+    "The arrays; an error with the message if they `failed`, or NaN, as `cholesky`."
+    if fails_with_nan():
+        return jax.tree.map(lambda a: jnp.where(failed, jnp.nan, a), arrays)
+    return eqx.error_if(arrays, failed, message)
 
 # %% ../nbs/20_variational.ipynb #c029
 class MeanField(Approximation):

@@ -251,6 +251,54 @@ def test_outliers_get_negative_precisions_and_proper_cavities(sequential):
     assert np.isfinite(value)
 
 
+def outliers(seed, N=40):
+    "A curve with little noise, of which every tenth point is somewhere else."
+    rng = np.random.default_rng(seed)
+    X, far = np.sort(rng.uniform(0, 5, (N, 1)), axis=0), rng.choice(N, N // 10, replace=False)
+    y = np.sin(2 * X[:, 0]) + 0.1 * rng.normal(size=N)
+    y[far] += 5 * rng.normal(size=len(far))
+    return X, y
+
+
+HEAVY = RBF(0.3, 5.0)  # beside it a small scale leaves EP no fixed point
+
+
+@pytest.mark.parametrize("inducing", [False, True])
+def test_where_no_fixed_point_is_found_nothing_is_returned(inducing):
+    X, y = outliers(1)
+    gp = GP(HEAVY, StudentT(0.02, df=3.0))
+    approx = GFITC(gp, InducingPoints(X[::2])) if inducing else EP(gp)
+    assert approx.fixed_point(X, y).misfit > 1e-3  # it shows what is left
+    for ask in (approx.objective, approx.posterior):
+        with pytest.raises(eqx.EquinoxRuntimeError, match="EP: no fixed point in 200 rounds.*StudentT with a larger scale.*VGP"):
+            ask(X, y)
+    with nan_on_failure():
+        assert np.isnan(approx.objective(X, y)) and np.isnan(approx.posterior(X, y).m).all()
+    with pytest.raises(FloatingPointError, match="after 0 steps .EP: no fixed point"):
+        fit(approx, (X, y), progress=False)
+
+
+@pytest.mark.parametrize("scale, seed", [(0.05, 0), (0.05, 3), (0.1, 1), (0.1, 2), (0.3, 2)])
+def test_a_fit_beside_heavy_tails_ends_at_a_fixed_point(scale, seed):
+    X, y = outliers(seed)
+    result = fit(EP(GP(RBF(0.8), StudentT(scale, df=3.0))), (X, y), steps=60, progress=False)
+    assert np.isfinite(result.history.objective).all() and result.history.objective[-1] < 100
+    assert result.history.objective[-1] > result.history.objective[0]
+    assert result.approx.fixed_point(X, y).misfit <= 1e-6
+    grid = np.sin(2 * X[:, 0])
+    assert np.sqrt(np.mean((result.approx.posterior(X, y).mean(X) - grid) ** 2)) < 0.15
+
+
+def test_the_line_search_turns_back_where_there_is_no_fixed_point():
+    X, y = outliers(1)
+    scales = np.geomspace(0.3, 0.01, 12)  # the way on which the fixed point is lost
+    find = jax.jit(lambda scale: EP(GP(HEAVY, StudentT(scale, df=3.0))).objective(X, y))
+    with nan_on_failure():
+        values = np.array([find(scale) for scale in scales])
+    assert np.isfinite(values[:4]).all() and np.isnan(values[-1])
+    assert (values[np.isfinite(values)] < 100).all()
+
+
 @pytest.mark.parametrize("kernel", [RBF(0.8, 1e6), RBF(200.0, 1e5), RBF(1e-3, 100.0), RBF(1e4, 1e-10), RBF(0.5, 1e4)])
 def test_extreme_hyperparameters_do_no_harm(kernel):  # with 200, four inducing points make a singular matrix
     X, y = problem()
