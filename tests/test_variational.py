@@ -425,7 +425,7 @@ def test_mean_field_refuses_what_rounding_has_made():
 @pytest.mark.parametrize("name", ["MeanField", "VGP"])
 def test_parameters_are_made_in_the_dtype_of_the_model(name):
     X, y = (jnp.asarray(a, jnp.float32) for a in problem())
-    approx = APPROXIMATIONS[name](cast(GP(RBF(), Gaussian()), jnp.float32), 12)
+    approx = APPROXIMATIONS[name](cast(GP(Matern12(), Gaussian()), jnp.float32), 12)
     assert approx.objective(X, y).dtype == approx.posterior(X, y).mean(X).dtype == jnp.float32
 
 
