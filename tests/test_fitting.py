@@ -845,12 +845,14 @@ def test_another_start_moves_what_a_model_is_made_of():
     other = fitting.another_start(given, ends, rng, X)
     old, new = unwrap(given.model), unwrap(other.model)
     logs = np.log(new.kernel.kernels[0].lengthscale)
-    assert np.isclose(logs.mean(), np.log(4.0), atol=0.15) and np.isclose(logs.std(), 1.0, atol=0.1)   # half-way from 2 to 8
+    assert np.isclose(logs.mean(), np.log(8.0), atol=0.08) and np.isclose(logs.std(), 0.5, atol=0.05)
     assert new.kernel.kernels[0].variance == old.kernel.kernels[0].variance and np.isclose(np.log(new.kernel.kernels[1].lengthscale), 5.0, atol=0.4)
-    assert 5e-3 / 30 < new.likelihood.variance < 5e-3 * 30 and new.mean.value == old.mean.value        # [·] in @eq-restart
+    assert 0.005 / 8 < new.likelihood.variance < 0.005 * 8 and new.mean.value == old.mean.value        # [·] in @eq-restart
     Z = np.asarray(other.inducing.Z.value)
     assert not np.isclose(Z, X[:20]).all(axis=1).all() and (Z >= X.min(0)).all() and (Z <= X.max(0)).all()
     assert jax.tree.all(jax.tree.map(np.array_equal, other.q, given.q))
+    less = fitting.less_noise(given)
+    assert np.isclose(less.model.likelihood.variance.value, 0.05) and np.array_equal(unwrap(less.model.kernel.kernels[0].lengthscale), np.full(400, 2.0))
     single = fitting.another_start(cast(given, jnp.float32), cast(ends, jnp.float32), rng, X)
     assert all(leaf.dtype == np.float32 for leaf in jax.tree.leaves(eqx.filter(single, eqx.is_inexact_array)))
     assert jax.tree.structure(single) == jax.tree.structure(given)
