@@ -383,6 +383,7 @@ def another_start(
     given: PyTree,  # The approximation to begin with
     best: PyTree,  # What it has become at best
     random: np.random.Generator,
+    width: float,  # w, of the disturbance
     inputs: Array | None = None,  # Rows of the data, for inducing inputs
 ) -> PyTree:  # The given one from another place
     "@eq-restart for the parameters of a model and of inducing variables."
@@ -394,7 +395,7 @@ def another_start(
             return prior.sample(key, shape[:len(shape) - len(prior.shape())])
         if is_positive(p):
             ratio = np.clip(ends[id(p)] / value, 0.01, 100.0)
-            return value * ratio * np.exp(0.5 * random.normal(size=shape))
+            return value * ratio * np.exp(width * random.normal(size=shape))
         if "inducing" in names and shape[1:] == np.shape(inputs)[1:]:
             rows = np.asarray(inputs)[random.integers(len(inputs), size=len(value))]
             return value + 0.5 * random.uniform(size=(len(value), 1)) * (rows - value)
@@ -413,7 +414,8 @@ def _start(k, given, best, seed, inputs):
     second = less_noise(given)
     if k == 1 and numbers(second) != numbers(given):
         return second
-    return another_start(given, best, np.random.default_rng([*seed, k]), inputs)
+    random, width = np.random.default_rng([*seed, k]), (0.5, 1.0, 2.0)[(k - 2) % 3]
+    return another_start(given, best, random, width, inputs)
 
 
 def _best_of(climb, approx, source, key, restarts):
