@@ -386,19 +386,14 @@ def test_moments_from_either_side_of_what_the_data_tell():
     assert np.allclose(offset, mean, atol=1e-9) and np.allclose(var, np.diag(S), rtol=1e-7) and np.isclose(divergence, kl)
 
 
-@pytest.mark.parametrize("likelihood", [Bernoulli(), Bernoulli("logit")], ids=["probit", "logit"])
-def test_the_fixed_point_climbs_whatever_the_prior(likelihood):
+def test_the_fixed_point_climbs_whatever_the_prior():
     X, y = problem(30)
-    approx = VGP(GP(RBF(0.8, 1e4), likelihood), 30)
-    value = jax.jit(lambda approx: approx.objective(X, labels(y)))
-    walk = [approx.fixed_point(X, labels(y), rounds) for rounds in (1, 2, 3, 5, 10, 30, 100, 600)]
-    bounds = np.array([value(a) for a in (approx, *walk)])
+    approx = VGP(GP(RBF(0.8, 1e4), Bernoulli()), 30)
+    walk = [approx, *(approx.fixed_point(X, labels(y), rounds) for rounds in (1, 2, 3, 5, 10, 30, 100, 600))]
+    bounds, slopes = zip(*(bound_and_slopes(*partition(a), X, labels(y)) for a in walk))
     assert (np.diff(bounds) >= -1e-9).all() and bounds[-1] > bounds[0] + 10
-    # At the top the made-up observations are those that the likelihood's own derivatives ask for, @eq-gaussian-stationary.
-    mean, var = walk[-1].posterior(X).marginals(X)
-    slopes = jax.grad(lambda m, v: jnp.sum(likelihood.variational_expectations(m, v, labels(y))), (0, 1))(mean, var)
-    targets, precision = (np.asarray(p.value) for p in (walk[-1].targets, walk[-1].precision))
-    assert np.allclose(-2 * slopes[1], precision, atol=1e-5) and np.allclose(slopes[0], precision * (targets - mean), atol=1e-4)
+    for site in (slopes[-1].targets, slopes[-1].precision):   # at the top it is level
+        assert np.abs(site.unconstrained).max() < 1e-5
 
 
 def test_a_fixed_point_without_a_bound_to_begin_with_says_what_to_do():
@@ -411,15 +406,11 @@ def test_a_fixed_point_without_a_bound_to_begin_with_says_what_to_do():
 def test_mean_field_refuses_what_rounding_has_made():
     X, y = problem(60)
     value = lambda kernel, dtype: cast(MeanField(GP(kernel, Bernoulli()), 60), dtype).objective(X.astype(dtype), labels(y).astype(dtype))
-    for kernel, dtype in ((RBF(0.8), np.float32), (RBF(0.8), np.float64), (Matern32(0.8), np.float32)):
-        with pytest.raises(eqx.EquinoxRuntimeError, match="MeanField: the spread of a value.*float64.*Matern12"):
-            value(kernel, dtype)
+    with pytest.raises(eqx.EquinoxRuntimeError, match="MeanField: the spread of a value.*float64.*Matern12"):
+        value(RBF(0.8), np.float32)
     with nan_on_failure():
-        assert np.isnan(value(RBF(0.8), np.float32))
-    assert np.isclose(value(Matern12(0.8), np.float32), value(Matern12(0.8), np.float64), rtol=1e-5)
-    for ask in (lambda a: a.posterior(X, labels(y)), lambda a: a.coordinate_ascent(X, labels(y))):
-        with pytest.raises(eqx.EquinoxRuntimeError, match="MeanField: the spread"):
-            ask(MeanField(GP(RBF(0.8), Bernoulli()), 60))
+        assert np.isnan(value(RBF(0.8), np.float32)) and np.isnan(value(RBF(0.8), np.float64))
+        assert np.isclose(value(Matern12(0.8), np.float32), value(Matern12(0.8), np.float64), rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["MeanField", "VGP"])
