@@ -188,9 +188,11 @@ def _reason_to_stop(loss, trainable, gradient, recent, step, last, tolerance):
     "An index of REASONS, @eq-stopping."
     slope = steepness(trainable, gradient)
     finite = jnp.isfinite(loss) & jnp.isfinite(slope)
-    settled = jnp.ptp(recent) <= tolerance * jnp.maximum(1.0, jnp.abs(loss))
-    return jnp.select([~finite, slope <= tolerance, settled, step >= last],
-                      [NOT_FINITE, FLAT, SETTLED, TAKEN], RUNNING)
+    size, change = jnp.maximum(1.0, jnp.abs(loss)), jnp.ptp(recent)
+    settled = change <= tolerance * size
+    stuck = (change == 0) & (slope > jnp.sqrt(tolerance) * size)
+    return jnp.select([~finite, slope <= tolerance, stuck, settled, step >= last],
+                      [NOT_FINITE, FLAT, NO_BETTER, SETTLED, TAKEN], RUNNING)
 
 # %% ../nbs/08_optimisers.ipynb #c024
 def _value_and_gradient(loss, state, noisy):

@@ -4,24 +4,27 @@
 
 # %% auto #0
 __all__ = ['conditional', 'conditional_covariance', 'ConditionalPosterior', 'PointPosterior', 'check_count', 'zeros_for',
-           'MeanField', 'spread_given_others', 'mean_field_factors', 'MeanFieldPosterior', 'VGP', 'gaussian_bound',
-           'made_up_regression', 'made_up_regressions', 'WhitenedVGP']
+           'or_fail', 'MeanField', 'spread_given_others', 'mean_field_factors', 'MeanFieldPosterior', 'VGP',
+           'gaussian_bound', 'made_up_regression', 'made_up_regressions', 'bound_and_sites', 'WhitenedVGP']
 
 # %% ../nbs/20_variational.ipynb #c004
 from abc import abstractmethod
+from functools import partial
 from typing import ClassVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jax import lax
+from jaxtyping import Array, Float, PyTree
 
 from .exact import GP, Approximation, GaussianPosterior, compiled, float_dtype
 from .gaussians import kl_from_cholesky
 from .likelihoods import tilted_moments
 from .linalg import (
-    JITTER, cholesky, inverses, log_determinant, precise, solve_lower, solve_upper)
+    JITTER, cholesky, fails_with_nan, inverse_lower, inverses, log_determinant,
+    nan_on_failure, precise, solve_lower, solve_upper)
 from .parameters import Parameter, free, lower_triangular, positive, unwrap
 from .products import project
 
@@ -124,6 +127,13 @@ def zeros_for(
     shape = (num_data,) if num_latents == 1 else (num_data, num_latents)
     return np.zeros(shape, float_dtype(model))
 
+# %% ../nbs/20_variational.ipynb #c025b
+def or_fail(arrays: PyTree, failed: Array, message: str) -> PyTree:
+    "The arrays; an error with the message if they `failed`, or NaN, as `cholesky`."
+    if fails_with_nan():
+        return jax.tree.map(lambda a: jnp.where(failed, jnp.nan, a), arrays)
+    return eqx.error_if(arrays, failed, message)
+
 # %% ../nbs/20_variational.ipynb #c029
 class MeanField(Approximation):
     """Free-form mean field: q(f(X)) = Π q_i(f_i), @eq-mean-field-factor.
@@ -167,7 +177,12 @@ def spread_given_others(model, X):
     "L with L Lᵀ = K, K⁻¹, and s_i² = 1 / [K⁻¹]_ii, @eq-conditional-spread."
     L = cholesky(model.kernel.evaluate(X), "K")
     _, K_inv, diagonal = inverses(L)
-    return L, K_inv, 1 / diagonal
+    rounding = JITTER[K_inv.dtype.name][0] * jnp.mean(model.kernel.evaluate_diag(X))
+    lost = ~(rounding * jnp.sum(diagonal) < 0.1)  # @eq-mean-field-rounding
+    return L, K_inv, or_fail(1 / diagonal, lost, (
+        "MeanField: the spread of a value given all others is lost in rounding, and "
+        "the bound with it. Use float64, a rougher kernel such as Matern12, a shorter "
+        "lengthscale or fewer inputs; VGP keeps correlations and has no such trouble."))
 
 
 def mean_field_factors(approx, X, y):
@@ -191,7 +206,7 @@ def _coordinate_ascent(approx, X, y, sweeps):
         return a, mu.at[i].set(mean(a[i], s2[i], y[i], prior_mean[i]))
 
     start = a, mean(a, s2, y, prior_mean)
-    return jax.lax.fori_loop(0, sweeps * len(y), step, start)[0]
+    return lax.fori_loop(0, sweeps * len(y), step, start)[0]
 
 # %% ../nbs/20_variational.ipynb #c032
 class MeanFieldPosterior(PointPosterior):
@@ -263,7 +278,7 @@ class VGP(Approximation):
         return unwrap(self.targets).shape
 
     def fixed_point(self, X, y, rounds: int = 1, rate: float = 1.0) -> "VGP":
-        "The same after `rounds` steps of @eq-fixed-point, damped by a `rate` below 1."
+        "The same after `rounds` of @eq-fixed-point, each at most a `rate` of the way."
         check_count(rounds, "rounds")
         if not 0 < rate <= 1:
             raise ValueError(f"rate must be above 0 and at most 1, got {rate!r}")
@@ -283,13 +298,18 @@ def gaussian_bound(model, X, y, offset, var, kl):
 
 def made_up_regression(K, residual, precision):
     "Mean less the prior's, variances and KL of N(K α, (K⁻¹ + Λ)⁻¹)."
-    root = jnp.sqrt(precision)
+    root, prior = jnp.sqrt(precision), jnp.diag(K)
     L = cholesky(root[:, None] * K * root, "I + Λ^½ K Λ^½", 1.0)
-    alpha = root * solve_upper(L, solve_lower(L, root * residual))
-    var = project(L, root[:, None] * K, jnp.diag(K)).d
-    var = jnp.maximum(var, jnp.finfo(K.dtype).eps * jnp.diag(K))
-    offset = K @ alpha
-    kl = 0.5 * (log_determinant(L) - precision @ var + alpha @ offset)
+    left = jnp.sum(inverse_lower(L) ** 2, axis=0)                  # diag B⁻¹
+    w = root * residual
+    c = solve_upper(L, solve_lower(L, w))                          # B⁻¹ w
+    told = precision * prior > 1
+    safe = jnp.where(told, root, 1.0)
+    offset = jnp.where(told, (w - c) / safe, K @ (root * c))       # @eq-made-up-stable
+    var = project(L, root[:, None] * K, prior).d
+    var = jnp.where(told, (1 - left) / safe**2, var)
+    var = jnp.maximum(var, jnp.finfo(K.dtype).eps * jnp.where(told, 1 / safe**2, prior))
+    kl = 0.5 * (log_determinant(L) + jnp.sum(left - 1) + c @ (root * offset))
     return offset, var, kl  # @eq-opper-archambeau, @eq-opper-archambeau-kl
 
 
@@ -301,25 +321,43 @@ def made_up_regressions(approx, X):
     return each(approx.targets.T - prior_mean.T, approx.precision.T)
 
 # %% ../nbs/20_variational.ipynb #c041
-def _fixed_point(approx, X, y, rounds, rate):
-    model, eps = approx.model, jnp.finfo(X.dtype).eps
-    expectations = lambda mean, var: jnp.sum(
-        model.likelihood.variational_expectations(mean, var, y))
-
-    def step(_, site):
-        targets, old = site
-        sites = lambda approx: (approx.targets, approx.precision)
-        offset, var, _ = made_up_regressions(eqx.tree_at(sites, approx, site), X)
-        mean = (model.mean.evaluate(X).T + offset).T
-        force, half_curvature = jax.grad(expectations, argnums=(0, 1))(mean, var.T)
-        new = jnp.maximum(-2 * half_curvature, eps**2)  # @eq-fixed-point
-        precision = old + rate * (new - old)
-        shift = old * targets + rate * (force + new * mean - old * targets)
-        return shift / precision, precision
-
-    return jax.lax.fori_loop(0, rounds, step, (approx.targets, approx.precision))
+def bound_and_sites(approx, X, y, shift, precision):
+    "The bound at sites, and those that @eq-fixed-point would put in their place."
+    where = lambda approx: (approx.targets, approx.precision)
+    here = eqx.tree_at(where, approx, (shift / precision, precision))
+    offset, var, kl = made_up_regressions(here, X)
+    mean = (approx.model.mean.evaluate(X).T + offset).T
+    expected = lambda mean, var: jnp.sum(
+        approx.model.likelihood.variational_expectations(mean, var, y))
+    slopes = jax.value_and_grad(expected, argnums=(0, 1))
+    gain, (force, half_curvature) = slopes(mean, var.T)
+    new = jnp.maximum(-2 * half_curvature, jnp.finfo(X.dtype).eps ** 2)
+    return gain - jnp.sum(kl), (force + new * mean, new)
 
 
+def _fixed_point(approx, X, y, rounds, most):
+    eps = jnp.finfo(X.dtype).eps
+
+    def round(_, state):
+        sites, (bound, goal), rate = state
+        moved = jax.tree.map(lambda old, new: old + rate * (new - old), sites, goal)
+        seen = bound_and_sites(approx, X, y, *moved)
+        good = seen[0] >= bound - 10 * eps * jnp.abs(bound)  # but for rounding
+        keep = partial(jnp.where, good)
+        rate = jnp.where(good, jnp.minimum(1.2 * rate, most), 0.5 * rate)
+        return *jax.tree.map(keep, (moved, seen), (sites, (bound, goal))), rate
+
+    start = approx.precision * approx.targets, approx.precision
+    state = start, (jnp.full_like(most, -jnp.inf), start), most  # a step to the start
+    with nan_on_failure():
+        sites, (bound, _), _ = lax.fori_loop(0, rounds + 1, round, state)
+    shift, precision = or_fail(sites, ~jnp.isfinite(bound), (
+        "VGP.fixed_point: there is no finite bound at the made-up observations to "
+        "begin with. Begin with a new VGP(model, N), lower the variance of the kernel, "
+        "or use float64."))
+    return shift / precision, precision
+
+# %% ../nbs/20_variational.ipynb #c041b
 def _whitened_posterior(approx, X):
     L = cholesky(approx.model.kernel.evaluate(X), "K")
     residuals = approx.targets.T - approx.model.mean.evaluate(X).T

@@ -242,13 +242,52 @@ def test_counts_on_three_points_against_quadrature():
 def test_outliers_get_negative_precisions_and_proper_cavities(sequential):
     X, y = problem(40)
     y[[5, 17, 30]] += [6.0, -8.0, 5.0]
-    approx = EP(model(StudentT(0.3)), sequential=sequential, rounds=300)
+    approx = EP(model(StudentT(0.3)), sequential=sequential)
     value, post, point = answers(approx, X, y, "objective", "posterior", "fixed_point")
     assert point.misfit <= 1e-6 and (np.asarray(point.sites.precision)[[5, 17, 30]] < 0.05).all()
     assert np.asarray(point.sites.precision).min() < 0 and (np.asarray(point.var) > 0).all()
     clean = Exact(model(Gaussian(0.1))).posterior(*(np.delete(a, [5, 17, 30], axis=0) for a in (X, y)))
     assert np.abs(np.asarray(post.mean(X)) - np.asarray(clean.mean(X))).max() < 0.3
     assert np.isfinite(value)
+
+
+def outliers(seed, N=40):
+    "A curve with little noise, of which every tenth point is somewhere else."
+    rng = np.random.default_rng(seed)
+    X, far = rng.uniform(0, 5, (N, 1)), rng.choice(N, N // 10, replace=False)
+    y = np.sin(2 * X[:, 0]) + 0.1 * rng.normal(size=N)
+    y[far] += 5 * rng.normal(size=len(far))
+    return X, y
+
+
+def heavy(scale, *prior):
+    return EP(model(StudentT(scale), *prior))
+
+
+def test_where_no_fixed_point_is_found_nothing_is_returned():
+    (X, y), approx = outliers(1), heavy(0.02, 5.0, 0.3)
+    value, post, point = answers(approx, X, y, "objective", "posterior", "fixed_point")
+    assert np.isnan(value) and np.isnan(post.m).all() and point.misfit > 1e-3  # which shows what is left
+    with pytest.raises(eqx.EquinoxRuntimeError, match="EP: no fixed point in 200 rounds.*StudentT with a larger scale.*VGP"):
+        approx.posterior(X, y)
+    with pytest.raises(FloatingPointError, match="after 0 steps .EP: no fixed point"):
+        fit(approx, (X, y), progress=False)
+
+
+@pytest.mark.parametrize("scale, seed", [(0.05, 0), (0.1, 1), (0.3, 2)])
+def test_a_fit_beside_heavy_tails_ends_at_a_fixed_point(scale, seed):
+    X, y = outliers(seed)
+    result = fit(heavy(scale, 1.0), (X, y), steps=60, progress=False)
+    assert np.isfinite(result.history.objective).all() and result.history.objective[0] < result.history.objective[-1] < 100
+    value, post, point = answers(result.approx, X, y, "objective", "posterior", "fixed_point")
+    assert point.misfit <= 1e-6 and np.isclose(value, result.history.objective[-1])
+    assert np.sqrt(np.mean((np.asarray(post.L @ post.m) + unwrap(result.approx.model.mean).value - np.sin(2 * X[:, 0])) ** 2)) < 0.15
+
+
+def test_the_evidence_is_no_number_from_where_the_fixed_point_is_lost():
+    X, y = outliers(1)
+    values = np.array([answers(heavy(scale, 5.0, 0.3), X, y, "objective", "posterior", "fixed_point")[0] for scale in (0.3, 0.15, 0.07, 0.03, 0.01)])
+    assert np.isfinite(values[:2]).all() and np.isnan(values[-1]) and (values[np.isfinite(values)] < 100).all()
 
 
 @pytest.mark.parametrize("kernel", [RBF(0.8, 1e6), RBF(200.0, 1e5), RBF(1e-3, 100.0), RBF(1e4, 1e-10), RBF(0.5, 1e4)])

@@ -797,6 +797,114 @@ def test_an_outlier_gives_no_nan_and_no_false_claim(regression, outlier):
         assert all(np.abs(g * x) < 1e-6 for g, x in zip(*map(jax.tree.leaves, (slope, trainable))))
 
 
+def test_two_starts_make_a_better_end_than_one(data):
+    find = lambda **settings: fit(Hills(positive(np.exp(-2.0))), data, key=jax.random.key(0), progress=False, **settings)
+    one, several = find(), find(restarts=12)
+    assert one.restarts is None and np.isclose(np.log(one.approx.model.value), -1.675, atol=0.01)      # the lower of two hills
+    assert len(several.restarts) == 12 and np.isclose(several.restarts[0], one.history.objective[-1])
+    assert several.history.objective[-1] == several.restarts.max() > several.restarts.min() + 3
+    assert np.isclose(np.log(several.approx.model.value), 2.214, atol=0.01)
+    assert "the best of 12 starts, which ended between" in repr(several) and "starts" not in repr(one)
+    assert np.array_equal(find(restarts=12).restarts, several.restarts)
+
+
+def test_a_start_that_fails_does_not_end_the_run(data):
+    fails = lambda start: fit(Hills(positive(np.exp(start)), edge=-2.5), data, key=jax.random.key(1), restarts=6, progress=False)
+    result = fails(-2.0)
+    failed = np.isnan(result.restarts)
+    assert 0 < failed.sum() < 6 and result.history.objective[-1] == np.nanmax(result.restarts)
+    assert f"but for {failed.sum()} that failed" in repr(result)
+    with pytest.raises(FloatingPointError, match="not finite after 0 steps"):
+        fails(-60.0)
+
+
+@pytest.mark.parametrize("optimiser", ["lbfgs", ADAM], ids=["scipy", "adam"])
+def test_restarts_of_a_noisy_fit_and_of_one_that_is_interrupted(data, optimiser):
+    def second(approx, steps, seconds):
+        calls.append(steps)
+        if calls.count(0) == 2 and steps:
+            raise KeyboardInterrupt
+
+    calls, batches = [], dict(batch_size=20) if optimiser is ADAM else {}
+    settings = dict(optimiser=optimiser, steps=40, restarts=3, key=jax.random.key(0), progress=False, **batches)
+    whole = fit(Hills(positive(np.exp(-2.0))), data, **settings)
+    assert np.isfinite(whole.restarts).all() and len(whole.restarts) == 3
+    held = fit(Hills(positive(np.exp(-2.0))), data, callback=second, every=5, **settings)
+    assert len(held.restarts) == 2 and held.restarts[0] == whole.restarts[0] and calls.count(0) == 2
+
+
+def test_another_start_moves_what_a_model_is_made_of():
+    import gp_thesis as gpt
+
+    rng, prior = np.random.default_rng(0), dist.LogNormal(5.0, 0.1)
+    X = rng.uniform(size=(50, 2))
+    kernel = RBF(np.full(400, 2.0), freeze(positive(3.0))) * gpt.Matern32(positive(1.0, prior=prior))
+    given = gpt.SVGP(GP(kernel, Gaussian(0.5), gpt.ConstantMean(0.3)), gpt.InducingPoints(X[:20] + 0.0))
+    ends = eqx.tree_at(lambda a: a.model.kernel.kernels[0].lengthscale, given, positive(np.full(400, 8.0)))
+    ends = eqx.tree_at(lambda a: a.model.likelihood.variance, ends, positive(1e-300))
+    other = fitting.another_start(given, ends, rng, 0.5, X)
+    old, new = unwrap(given.model), unwrap(other.model)
+    logs = np.log(new.kernel.kernels[0].lengthscale)
+    assert np.isclose(logs.mean(), np.log(8.0), atol=0.08) and np.isclose(logs.std(), 0.5, atol=0.05)
+    assert new.kernel.kernels[0].variance == old.kernel.kernels[0].variance and np.isclose(np.log(new.kernel.kernels[1].lengthscale), 5.0, atol=0.4)
+    assert 0.005 / 8 < new.likelihood.variance < 0.005 * 8 and new.mean.value == old.mean.value        # [·] in @eq-restart
+    Z = np.asarray(other.inducing.Z.value)
+    assert not np.isclose(Z, X[:20]).all(axis=1).all() and (Z >= X.min(0)).all() and (Z <= X.max(0)).all()
+    assert jax.tree.all(jax.tree.map(np.array_equal, other.q, given.q))
+    less = fitting.less_noise(given)
+    assert np.isclose(less.model.likelihood.variance.value, 0.05) and np.array_equal(unwrap(less.model.kernel.kernels[0].lengthscale), np.full(400, 2.0))
+    single = fitting.another_start(cast(given, jnp.float32), cast(ends, jnp.float32), rng, 0.5, X)
+    assert all(leaf.dtype == np.float32 for leaf in jax.tree.leaves(eqx.filter(single, eqx.is_inexact_array)))
+    assert jax.tree.structure(single) == jax.tree.structure(given)
+
+
+class Hills(eqx.Module):
+    "In x = log θ a low hill at -1.675 and a high one at 2.214, and nothing left of an edge."
+    model: Parameter
+    edge: float = -np.inf
+
+    def objective(self, X, y, *, num_data=None):
+        x = jnp.log(unwrap(self.model))
+        return jnp.where(x > self.edge, x - (x**2 - 4) ** 2 / 8, jnp.nan)
+
+
+STALLS = {
+    "edge": lambda v: jnp.where(v < 3, v, jnp.nan),
+    "no gradient": lambda v: 3 * v - v**2 - 1e-3 * jnp.sqrt(jnp.maximum(1 - v, 0)),    # NaN from one on, where the value is finite
+    "too large": lambda v: 1e300 * v,
+}
+
+
+@pytest.mark.parametrize("name, optimiser", [(name, "lbfgs") for name in STALLS] + [(name, optax.lbfgs()) for name in ("edge", "too large")],
+                         ids=lambda x: x if isinstance(x, str) else "optax")
+def test_who_stands_still_on_a_slope_has_not_converged(data, name, optimiser):
+    class Stalls(eqx.Module):
+        v: Parameter
+
+        def objective(self, X, y, *, num_data=None):
+            return STALLS[name](unwrap(self.v))
+
+    result = fit(Stalls(free(0.0)), data, optimiser=optimiser, steps=100, progress=False)
+    assert not result.converged and np.isfinite(result.approx.v.value) and np.isfinite(result.history.objective).all()
+    with pytest.raises(FloatingPointError, match="not finite after 0 steps"):
+        fit(Stalls(free(4.0 if name != "too large" else 1e200)), data, optimiser=optimiser, progress=False)
+
+
+@pytest.mark.parametrize("optimiser", ["lbfgs", optax.lbfgs()], ids=["scipy", "optax"])
+def test_numbers_near_the_end_of_their_range(regression, optimiser):
+    X, y = map(np.array, regression)
+    result = fit(Exact(GP(RBF(), Gaussian(0.01))), (X, 1e150 * y), optimiser=optimiser, steps=30, progress=False)
+    assert not result.converged and np.isfinite(jax.tree.leaves(partition(result.approx)[0])).all()
+    assert np.isfinite(result.history.objective).all()
+
+
+def test_single_precision_that_is_used_up_says_so(line, data):
+    for dtype in (jnp.float32, jnp.float64):
+        result = fit(cast(line, dtype), tuple(a.astype(dtype) for a in data), progress=False)
+        assert result.steps < 1000 and ("float64: jax.config.update" in result.message) == (dtype == jnp.float32)
+    assert "float64" not in fit(cast(line, jnp.float32), tuple(a.astype(jnp.float32) for a in data), steps=2, progress=False).message
+
+
 DEVICES = """
 import jax; jax.config.update("jax_enable_x64", True)
 import numpy as np, optax, pytest, sys
@@ -883,6 +991,10 @@ def test_several_devices_share_the_rows_and_agree_with_one_to_rounding(tmp_path)
     (dict(approx=freeze(Line(free(np.zeros(3)), Gaussian()))), r"approx must have a parameter that is not frozen"),
     (dict(approx=RBF()), r"approx must be an approximation, a module with an objective\(X, y\), got RBF"),
     (dict(resume=3), r"resume must be a result of fit, got 3"),
+    (dict(restarts=0), r"restarts must be a positive integer, got 0"),
+    (dict(restarts=2), r"key must be a JAX random key .* to draw the starts of restarts=2 with, got None"),
+    (dict(restarts=2, key=jax.random.key(0), optimiser=QUICK, checkpoint="folder"), r"restarts begin anew: they go with neither resume nor checkpoint"),
+    (dict(restarts=2, key=jax.random.key(0), optimiser=QUICK, data=iter([(np.zeros((5, 3)), np.zeros(5))] * 2), num_data=5), r"restarts begin anew"),
 ])
 def test_mistakes_are_named_before_anything_is_compiled(line, data, change, words):
     class Untouchable(Line):

@@ -11,10 +11,10 @@ from scipy.stats import multivariate_normal, norm
 from gp_thesis.exact import GP, Exact
 from gp_thesis.fitting import fit
 from gp_thesis.gaussians import kl_divergence, kl_from_cholesky
-from gp_thesis.kernels import RBF, ConstantMean, Matern32
+from gp_thesis.kernels import RBF, ConstantMean, Matern12, Matern32
 from gp_thesis.likelihoods import Bernoulli, Gaussian, Likelihood, tilted_moments
 from gp_thesis.linalg import nan_on_failure
-from gp_thesis.parameters import cast, free, freeze, partition, unwrap
+from gp_thesis.parameters import cast, free, freeze, partition, positive, unwrap
 from gp_thesis.variational import VGP, MeanField, PointPosterior, WhitenedVGP, conditional, conditional_covariance
 
 
@@ -352,10 +352,71 @@ def test_single_precision_is_finite_and_close(name, likelihood):
     assert all(a.dtype == jnp.float32 and np.isfinite(a).all() for a in answers)
 
 
+@jax.jit
+def bound_and_slopes(trainable, rest, X, y):
+    with nan_on_failure():
+        return jax.value_and_grad(lambda trainable: eqx.combine(trainable, rest).objective(X, y))(trainable)
+
+
+@pytest.mark.parametrize("variance, stretch, close", [(1e4, 1.0, 1e-3), (1e6, 1.0, 0.1), (1e8, 1.0, 1.0), (1e6, 1e6, 1e-3), (1e8, 1e3, 1e-3)])
+def test_wide_priors_in_single_precision(variance, stretch, close):
+    "Where K is singular and 10⁸, rounding adds a white noise of ten to the model: the bound is another one, and a bound."
+    X, y = problem(30)
+    X, found = (stretch * X).astype(np.float32), {}
+    for dtype in (np.float64, np.float32):
+        approx = VGP(GP(RBF(0.8, variance), Bernoulli()), 30)
+        approx = eqx.tree_at(lambda a: a.targets, approx, free(2 * labels(y) - 1))
+        found[dtype] = bound_and_slopes(*partition(cast(approx, dtype)), X.astype(dtype), labels(y).astype(dtype))
+    (double, slopes), (single, slopes32) = found.values()
+    assert single < 0 and np.isclose(single, double, rtol=close)
+    for a, b in zip(*map(jax.tree.leaves, (slopes, slopes32))):
+        assert b.dtype == np.float32 and np.allclose(a, b, atol=10 * close * (1 + np.abs(a).max()))
+
+
+def test_moments_from_either_side_of_what_the_data_tell():
+    from gp_thesis.variational import made_up_regression
+
+    (X, _), rng = problem(12), np.random.default_rng(0)
+    K, precision, residual = np.asarray(Matern32(0.8, 1.5)(X)), np.exp(rng.uniform(-40, 12, 12)), rng.normal(size=12)
+    S = K - K @ np.linalg.solve(K + np.diag(1 / precision), K)
+    mean = K @ np.linalg.solve(K + np.diag(1 / precision), residual)
+    ratio = np.linalg.solve(K, S)
+    kl = 0.5 * (np.trace(ratio) - 12 - np.linalg.slogdet(ratio)[1] + mean @ np.linalg.solve(K, mean))
+    offset, var, divergence = jax.jit(made_up_regression)(K, residual, precision)
+    assert np.allclose(offset, mean, atol=1e-9) and np.allclose(var, np.diag(S), rtol=1e-7) and np.isclose(divergence, kl)
+
+
+def test_the_fixed_point_climbs_whatever_the_prior():
+    X, y = problem(30)
+    approx = VGP(GP(RBF(0.8, 1e4), Bernoulli()), 30)
+    walk = [approx, *(approx.fixed_point(X, labels(y), rounds) for rounds in (1, 2, 3, 5, 10, 30, 100, 600))]
+    bounds, slopes = zip(*(bound_and_slopes(*partition(a), X, labels(y)) for a in walk))
+    assert (np.diff(bounds) >= -1e-9).all() and bounds[-1] > bounds[0] + 10
+    for site in (slopes[-1].targets, slopes[-1].precision):   # at the top it is level
+        assert np.abs(site.unconstrained).max() < 1e-5
+
+
+def test_a_fixed_point_without_a_bound_to_begin_with_says_what_to_do():
+    X, y = problem(30)
+    approx = eqx.tree_at(lambda a: a.targets, VGP(GP(RBF(0.8, 1e4), Bernoulli()), 30), free(np.full(30, 1e200)))
+    with pytest.raises(eqx.EquinoxRuntimeError, match="no finite bound.*Begin with a new VGP.*lower the variance.*float64"):
+        approx.fixed_point(X, labels(y), 3)
+
+
+def test_mean_field_refuses_what_rounding_has_made():
+    X, y = problem(60)
+    value = lambda kernel, dtype: cast(MeanField(GP(kernel, Bernoulli()), 60), dtype).objective(X.astype(dtype), labels(y).astype(dtype))
+    with pytest.raises(eqx.EquinoxRuntimeError, match="MeanField: the spread of a value.*float64.*Matern12"):
+        value(RBF(0.8), np.float32)
+    with nan_on_failure():
+        assert np.isnan(value(RBF(0.8), np.float32)) and np.isnan(value(RBF(0.8), np.float64))
+        assert np.isclose(value(Matern12(0.8), np.float32), value(Matern12(0.8), np.float64), rtol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["MeanField", "VGP"])
 def test_parameters_are_made_in_the_dtype_of_the_model(name):
     X, y = (jnp.asarray(a, jnp.float32) for a in problem())
-    approx = APPROXIMATIONS[name](cast(GP(RBF(), Gaussian()), jnp.float32), 12)
+    approx = APPROXIMATIONS[name](cast(GP(Matern12(), Gaussian()), jnp.float32), 12)
     assert approx.objective(X, y).dtype == approx.posterior(X, y).mean(X).dtype == jnp.float32
 
 
