@@ -14,9 +14,11 @@ from hypothesis.extra import numpy as hnp
 from scipy import special
 from sklearn.gaussian_process import kernels as sk
 
+import gp_thesis as gpt
 from gp_thesis.kernels import (
-    RBF, Constant, ConstantMean, Cosine, Exponential, IdentityMean, Kernel, Linear, LinearMean, Matern12, Matern32,
-    Matern52, Periodic, Polynomial, Process, Product, Stationary, Sum, White, Wiener, Zero, check_inputs, sample_prior, squared_distance)
+    RBF, Constant, ConstantMean, Coregion, Cosine, Exponential, IdentityMean, Independent, Kernel, Linear, LinearMean, Matern12,
+    Matern32, Matern52, Periodic, Polynomial, Process, Product, RationalQuadratic, Stationary, Sum, White, Wiener, Zero,
+    check_inputs, sample_prior, squared_distance)
 from gp_thesis.parameters import cast, free, freeze, partition, positive, unwrap
 
 
@@ -31,6 +33,9 @@ def matern(nu, r):
     "The Matérn correlation from its Bessel function."
     s = np.sqrt(2 * nu) * np.where(r == 0, 1, r)
     return np.where(r == 0, 1, 2 ** (1 - nu) / special.gamma(nu) * s**nu * special.kv(nu, s))
+
+
+outputs_W = np.array([[1.0, 0.2], [-0.7, 0.4], [0.1, -1.2]])
 
 
 def euclidean(A, B):
@@ -49,6 +54,10 @@ CASES = {
                  lambda A, B: 1.3 * np.exp(-2 * ((np.sin(np.pi * differences(A, B) / period) / ell) ** 2).sum(-1))),
     "Linear": (lambda: Linear(ell), lambda A, B: np.einsum("id,d,jd->ij", A, ell, B)),
     "Polynomial": (lambda: Polynomial(0.4, 0.6, degree=3), lambda A, B: (0.4 * np.einsum("id,jd->ij", A, B) + 0.6) ** 3),
+    "RationalQuadratic": (lambda: RationalQuadratic(ell, 1.3, 0.8), lambda A, B: 1.3 * (1 + euclidean(A, B) ** 2 / 1.6) ** -0.8),
+    "Coregion": (lambda: RBF(0.7, active_dims=[0]) * Coregion(3, 2, outputs_W, [0.3, 1.1, 0.6], active_dims=[1]),
+                 lambda A, B: np.exp(-0.5 * (differences(A, B)[..., 0] / 0.7) ** 2)
+                 * (outputs_W @ outputs_W.T + np.diag([0.3, 1.1, 0.6]))[np.ix_(A[:, 1].astype(int), B[:, 1].astype(int))]),
     "White": (lambda: White(1.3), lambda A, B: np.zeros((len(A), len(B)))),
     "Constant": (lambda: Constant(1.3), lambda A, B: np.full((len(A), len(B)), 1.3)),
     "Wiener": (lambda: Wiener(1.3), lambda A, B: 1.3 * np.minimum(A, B.T)),
@@ -62,7 +71,9 @@ few = settings(max_examples=15, deadline=None)
 
 
 def columns(name, X):
-    "Inputs that the kernel takes: one column that is not negative for Wiener, two otherwise."
+    "Inputs that the kernel takes: one column that is not negative for Wiener, else two, for Coregion an output's number in the second."
+    if name == "Coregion":
+        return np.stack([X[:, 0], np.floor(3 * np.abs(X[:, 1])) % 3], axis=1)
     return np.abs(X[:, :1]) if name == "Wiener" else X
 
 
@@ -100,6 +111,7 @@ def test_gram_matrix_and_cross_covariances_which_are_its_blocks(name, X):
     (Matern12(ell), sk.Matern(ell, nu=0.5)),
     (Matern32(ell), sk.Matern(ell, nu=1.5)),
     (Matern52(ell), sk.Matern(ell, nu=2.5)),
+    (RationalQuadratic(0.7, 2.0, 0.4), 2.0 * sk.RationalQuadratic(0.7, 0.4)),
     (Linear(1.0) + 4.0, sk.DotProduct(2.0)),
     (Polynomial(1.0, 4.0, degree=2), sk.DotProduct(2.0) ** 2),
     (Constant(0.7), sk.ConstantKernel(0.7)),
@@ -235,6 +247,31 @@ def test_single_precision_distance_far_from_the_origin(num_dims):
     assert np.abs(got - exact).max() < 1e-4 * exact.max()
 
 
+@pytest.mark.parametrize("num_dims", [1, 3])
+@pytest.mark.parametrize("scale", [1e3, 1e4])
+def test_slopes_far_from_the_centre_in_single_precision(scale, num_dims):
+    "Pairs of inputs, one apart, each too far from the others to see them: the sum over K has slope 2 exp(-1/2) for each."
+    place = np.round(np.linspace(-scale, scale, 30))
+    X = np.stack([place, place + 1], axis=1).reshape(-1, 1) * np.eye(num_dims)[0]
+    total = lambda ell, X, X2=None: jnp.sum(RBF(ell, np.float32(1))(X, X2))
+    slope = jax.grad(total, (0, 1))
+
+    @jax.jit
+    def derivatives(ell, X, direction):
+        forward = jax.jvp(lambda ell: total(ell, X), (ell,), (direction,))[1]
+        return (*slope(ell, X), total_between(ell, X), forward, jax.jvp(lambda ell: slope(ell, X)[0], (ell,), (direction,))[1])
+
+    total_between = jax.grad(lambda ell, X: total(ell, X[::2], X[1::2]))
+    one = np.eye(num_dims, dtype=np.float32)[0]
+    in_ell, in_X, between, forward, curvature = map(np.asarray, derivatives(jnp.ones(num_dims, jnp.float32), X.astype(np.float32), one))
+    e = np.exp(-0.5)
+    np.testing.assert_allclose(in_ell, 60 * e * one, rtol=1e-3, atol=1e-6)
+    np.testing.assert_allclose(between, 30 * e * one, rtol=1e-3, atol=1e-6)
+    np.testing.assert_allclose(forward, 60 * e, rtol=1e-3)
+    np.testing.assert_allclose(curvature, -120 * e * one, rtol=1e-3, atol=1e-6)           # (r⁴ - 3 r²) exp(-r² / 2)
+    np.testing.assert_allclose(in_X, np.outer(np.tile([2 * e, -2 * e], 30), one), rtol=1e-3, atol=1e-6)
+
+
 @pytest.mark.parametrize("num_dims", [3, 12])
 def test_no_three_dimensional_array_in_value_or_gradient(num_dims):
     G = jnp.ones((50, 40))
@@ -341,12 +378,118 @@ def test_draws_in_single_precision_and_from_a_singular_matrix():
 
 
 def test_a_kernel_of_ones_own():
-    class RationalQuadratic(Stationary):
+    class Cauchy(Stationary):
         def correlation(self, r2):
             return 1 / (1 + r2 / 2)
 
     X = some("RBF")
-    np.testing.assert_allclose(RationalQuadratic(0.6, 2.0)(X), 2.0 * sk.RationalQuadratic(0.6, 1.0)(X), rtol=1e-12)
+    np.testing.assert_allclose(Cauchy(0.6, 2.0)(X), 2.0 * sk.RationalQuadratic(0.6, 1.0)(X), rtol=1e-12)
+
+
+def test_what_a_subclass_is_passed():
+    "Active columns, plain arrays for parameters, and None where X is compared with itself."
+    seen = []
+
+    class Spy(Kernel):
+        scale: object = eqx.field(converter=positive)
+
+        def covariance(self, X, X2=None):
+            seen.append((X.shape, None if X2 is None else X2.shape, isinstance(self.scale, jax.Array)))
+            return self.scale * X @ (X if X2 is None else X2).T
+
+    kernel = Spy(0.5, active_dims=[1])
+    kernel(np.ones((3, 2))), kernel(np.ones((3, 2)), np.ones((4, 2)))
+    assert seen == [((3, 1), None, True), ((3, 1), (4, 1), True)]
+    assert "X2 is None" in Kernel.__doc__
+
+
+# ---- scale mixtures
+
+def test_rational_quadratic_is_a_mixture_of_rbfs_over_scales_and_tends_to_one():
+    X, alpha = some("RBF"), 1.7
+    nodes, weights = special.roots_genlaguerre(60, alpha - 1)
+    mixture = sum(w * np.exp(-0.5 * euclidean(X, X) ** 2 * node / alpha) for node, w in zip(nodes, weights / weights.sum()))
+    np.testing.assert_allclose(RationalQuadratic(ell, 1.0, alpha)(X), mixture, atol=1e-10)
+    for alpha, atol in ((1e4, 1e-3), (1e12, 1e-9)):
+        np.testing.assert_allclose(RationalQuadratic(ell, 1.3, alpha)(X), RBF(ell, 1.3)(X), atol=atol)
+    single = cast(RationalQuadratic(ell, 1.3, 1e7), jnp.float32)(X.astype(np.float32))
+    np.testing.assert_allclose(single, RBF(ell, 1.3)(X), atol=1e-5)
+
+
+# ---- several outputs
+
+def regression(K, Ks, Kss, y, noise):
+    "Log evidence, posterior mean and covariance of exact regression, in NumPy."
+    S = K + noise * np.eye(len(K))
+    _, log_det = np.linalg.slogdet(S)
+    evidence = -0.5 * (y @ np.linalg.solve(S, y) + log_det + len(y) * np.log(2 * np.pi))
+    return evidence, Ks.T @ np.linalg.solve(S, y), Kss - Ks.T @ np.linalg.solve(S, Ks)
+
+
+def test_regression_with_several_outputs_is_the_dense_kronecker_formula():
+    rng = np.random.default_rng(0)
+    x, xs, B = np.sort(rng.uniform(0, 3, 6)), np.array([0.2, 1.4]), outputs_W @ outputs_W.T + np.diag([0.3, 1.1, 0.6])
+    smooth, rough = (lambda a, b: np.exp(-0.5 * (a[:, None] - b) ** 2)), (lambda a, b: np.exp(-np.abs(a[:, None] - b) / 0.4))
+    dense = lambda a, b: np.kron(B, smooth(a, b)) + np.kron(np.diag([0.5, 0.2, 0.9]) + 0.2, rough(a, b))    # a linear model: two kernels
+    table = lambda x: np.stack([np.tile(x, 3), np.repeat(np.arange(3.0), len(x))], axis=1)
+    kernel = (RBF(active_dims=[0]) * Coregion(3, 2, outputs_W, [0.3, 1.1, 0.6], active_dims=[1])
+              + Matern12(0.4, active_dims=[0]) * Coregion(3, 1, np.full((3, 1), np.sqrt(0.2)), [0.5, 0.2, 0.9], active_dims=[1]))
+    model, y = gpt.GP(kernel, gpt.Gaussian(0.1)), rng.normal(size=18)
+    seen = np.array([0, 1, 2, 3, 4, 5, 7, 10, 11, 13])                       # outputs 1 and 2 observed at other places, and less often
+    for rows in (np.arange(18), seen):
+        evidence, mean, cov = regression(dense(x, x)[np.ix_(rows, rows)], dense(x, xs)[rows], dense(xs, xs), y[rows], 0.1)
+        exact = gpt.Exact(model)
+        post = exact.posterior(table(x)[rows], y[rows])
+        assert np.isclose(exact.objective(table(x)[rows], y[rows]), evidence)
+        np.testing.assert_allclose(post.mean(table(xs)), mean, atol=1e-9)
+        np.testing.assert_allclose(post.covariance(table(xs)), cov, atol=1e-9)
+    everywhere = gpt.VFE(model, gpt.InducingPoints(table(x)[seen]))
+    assert np.isclose(everywhere.objective(table(x)[seen], y[seen]), evidence, atol=1e-4)
+    Z = table(x)[[0, 4, 8, 13, 15]]                                          # an inducing point belongs to an output
+    K, Kuf, Kuu = dense(x, x)[np.ix_(seen, seen)], kernel(Z, table(x)[seen]), kernel(Z)
+    Q = Kuf.T @ np.linalg.solve(Kuu, Kuf)
+    bound = regression(Q, Q, Q, y[seen], 0.1)[0] - 0.5 * np.trace(K - Q) / 0.1
+    assert np.isclose(gpt.VFE(model, gpt.InducingPoints(Z)).objective(table(x)[seen], y[seen]), bound, rtol=1e-6)
+
+
+def test_the_number_of_an_output_has_no_derivative_and_no_value_but_its_own():
+    kernel, X = CASES["Coregion"][0](), some("Coregion")
+    slope = np.asarray(jax.grad(lambda X: jnp.sum(jnp.sin(kernel(X))) + jnp.sum(kernel.diag(X)))(X))
+    assert np.all(slope[:, 1] == 0) and np.abs(slope[:, 0]).max() > 0
+    start = Coregion(4, 3)
+    assert np.linalg.matrix_rank(start.W.value) == 3 and np.allclose(start.B, np.asarray(start.W.value) @ start.W.value.T + np.eye(4))
+    gradient = jax.grad(lambda kernel: jnp.sum(weights(9, 9) * kernel(X)))(kernel)
+    assert np.all(gradient.kernels[1].W.unconstrained != 0) and np.all(gradient.kernels[1].kappa.unconstrained != 0)
+
+
+# ---- a kernel for each function
+
+def test_a_kernel_for_each_of_several_functions():
+    X, parts = some("RBF"), (RBF(ell), Matern12(0.5, 0.3))
+    kernel = Independent(parts)
+    np.testing.assert_array_equal(kernel(X), np.stack([part(X) for part in parts]))
+    np.testing.assert_array_equal(kernel(X, X[:4]), np.stack([part(X, X[:4]) for part in parts]))
+    np.testing.assert_array_equal(kernel.diag(X), np.stack([part.diag(X) for part in parts], axis=1))
+    mean, var = Process(kernel, ConstantMean(1.0)).marginals(X)
+    assert mean.shape == (9, 2) and np.all(np.asarray(mean) == 1) and np.allclose(var, [1.0, 0.3])
+    few, num = X[:3], 40_000
+    draws = np.asarray(sample_prior(jax.random.key(2), kernel, few, num, ConstantMean([0.0, 2.0])))
+    joint = np.zeros((6, 6))
+    joint[:3, :3], joint[3:, 3:] = kernel(few)
+    assert draws.shape == (num, 3, 2) and np.all(np.abs(draws.mean(0) - [0.0, 2.0]) < 5 / np.sqrt(num))
+    assert np.all(np.abs(np.cov(np.moveaxis(draws, 1, 2).reshape(num, 6).T) - joint) < 7 / np.sqrt(num))
+
+
+@pytest.mark.parametrize("approx, y", [
+    (lambda model: gpt.Exact(model), 0), (lambda model: gpt.VFE(model, gpt.InducingPoints(good_rows[:2])), 0),
+    (lambda model: gpt.VGP(model, 4, 2), 1), (lambda model: gpt.MeanField(model, 4), 0)], ids=["Exact", "VFE", "VGP", "MeanField"])
+def test_approximations_that_need_one_kernel_refuse_several(approx, y):
+    model = gpt.GP(Independent([RBF(), Matern12()]), gpt.Gaussian(0.1))
+    with pytest.raises(ValueError, match="Independent holds a kernel for each of 2 functions, but here one is needed for all; SVGP"):
+        approx(model).objective(good_rows, good_rows if y else good_rows[:, 0])
+
+
+good_rows = np.arange(8.0).reshape(4, 2)
 
 
 # ---- errors
@@ -405,6 +548,18 @@ good = np.ones((3, 2))
     (lambda: Wiener()(np.array([[-0.5]])), "Wiener needs inputs that are at least 0, got -0.5"),
     (lambda: Wiener().diag(np.array([[-0.5]])), "Wiener needs inputs that are at least 0"),
     (lambda: LinearMean([1.0, 2.0, 3.0])(good), "weights must be one number for each of the 2 columns"),
+    (lambda: RationalQuadratic(alpha=0.0), "alpha must be positive"),
+    (lambda: Coregion(0), "num_outputs must be a positive integer, got 0"), (lambda: Coregion(2.0), "num_outputs must be a positive integer"),
+    (lambda: Coregion(2, 3), "rank must be a positive integer and at most 2, the outputs, got 3"),
+    (lambda: Coregion(2, W=[1.0, 2.0]), r"W must have shape \(2, 1\), a row for each output .* got shape \(2,\)"),
+    (lambda: Coregion(2, kappa=[1.0, 2.0, 3.0]), r"kappa must be one number, or one for each of the 2 outputs, got shape \(3,\)"),
+    (lambda: Coregion(2, kappa=-1.0), "kappa must be positive"),
+    (lambda: Coregion(2)(good), "Coregion needs one active column, the number of the output, got 2; name it with active_dims"),
+    (lambda: Coregion(2, active_dims=[1])([[0.3, 1.0], [0.1, 2.0]]), "the numbers of the outputs, 0 to 1, got 2.0"),
+    (lambda: Coregion(2)([[0.5]]), "0 to 1, got 0.5"), (lambda: Coregion(2).diag([[-1.0]]), "0 to 1, got -1.0"),
+    (lambda: Independent([]), "kernels must be a non-empty list of kernels"), (lambda: Independent([RBF(), 2.0]), "list of kernels"),
+    (lambda: Independent([RBF()], active_dims=[0]), r"active_dims belong to the kernels inside Independent, got \(0,\)"),
+    (lambda: (Independent([RBF(), RBF()]) + White())(good), "it cannot be part of a sum or a product"),
     (lambda: Sum([]), "kernels must be a non-empty list of kernels"),
     (lambda: Product([RBF(), 2.0]), "kernels must be a non-empty list of kernels"),
 ])
@@ -494,7 +649,7 @@ def test_errors_of_processes_and_means(call, message):
 
 # ---- vmap over hyperparameters
 
-@pytest.mark.parametrize("name", ["RBF", "Matern32", "Periodic", "Polynomial", "Wiener", "composite", "RBF, wide"])
+@pytest.mark.parametrize("name", ["RBF", "Matern32", "RationalQuadratic", "Coregion", "Periodic", "Polynomial", "Wiener", "composite", "RBF, wide"])
 def test_vmap_over_hyperparameters(name):
     make, num_dims = WIDE[name]
     X = columns(name, np.random.default_rng(0).normal(size=(4, num_dims)))
