@@ -24,8 +24,8 @@ from .kernels import (
     Periodic, Polynomial, Process, Product, RationalQuadratic, Sum, White, Wiener, Zero,
     sample_prior)
 from .likelihoods import (
-    Bernoulli, Beta, Gamma, Gaussian, Likelihood, Poisson, RobustMax, Softmax,
-    StudentT)
+    Bernoulli, Beta, Binomial, Gamma, Gaussian, Heteroscedastic, Likelihood,
+    NegativeBinomial, Ordinal, Poisson, RobustMax, Softmax, StudentT)
 from .linalg import nan_on_failure
 from .parameters import (
     Parameter, cast, free, freeze, log_prior, log_prior_unconstrained,
