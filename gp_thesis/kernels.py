@@ -643,6 +643,8 @@ class Independent(Kernel):
 
     def __check_init__(self):
         check_kernels(self.kernels)
+        if len(self.kernels) < 2:
+            raise ValueError("Independent needs two kernels or more, got one")
         if self.active_dims is not None:
             raise ValueError("active_dims belong to the kernels inside Independent, "
                              f"got {self.active_dims}")

@@ -550,7 +550,7 @@ class PerRow(ObservationModel):
     size_support: eqx.AbstractClassVar[constraints.Constraint]  # values of a size,
     size_accepts: eqx.AbstractClassVar[str]  # and these in words
 
-    def split(self, y: Array) -> tuple[Array, Array]:
+    def split(self, y):
         "Counts and sizes."
         size = getattr(self, self.size)
         return (y[..., 0], y[..., 1]) if size is None else (y, size)
@@ -735,6 +735,9 @@ class LogConcave(Likelihood):
 
     @eqx.filter_jit
     def log_tilted(self, mean, var, y, power=1.0):
+        whole = jax.eval_shape(lambda: mean + var + self.log_density(mean, y))
+        cast = lambda a: jnp.broadcast_to(jnp.asarray(a, whole.dtype), whole.shape)
+        mean, var = cast(mean), cast(var)
         factor = lambda model, power: lambda f: power * model.log_density(f, y)
         held, held_mean, held_var = stop_gradient(((self, power), mean, var))
         bump = concave_bump(factor(*held), held_mean, held_var)
@@ -917,7 +920,7 @@ class Ordinal(LogConcave):
             return log_normal_interval(*self.limits(mean, jnp.sqrt(1 + var), y))
         return super().log_tilted(mean, var, y, power)
 
-    def class_probabilities(self, mean: Array, var: Array) -> Array:
+    def class_probabilities(self, mean, var) -> Array:
         "p(y = k) of every class k for f ~ N(mean, var), with the classes last."
         mean, var = jnp.asarray(mean)[..., None], jnp.asarray(var)[..., None]
         return jnp.exp(self.log_tilted(mean, var, jnp.arange(self.num_classes)))
@@ -939,7 +942,7 @@ class Heteroscedastic(Likelihood):
     num_latents: ClassVar[int] = 2
     points: ClassVar[int] = 40  # in the second function
 
-    def split(self, *arrays: Array) -> list[Array]:
+    def split(self, *arrays):
         "The two columns of each array, one after the other."
         for f in arrays:
             if jnp.shape(f)[-1:] != (2,):

@@ -1051,6 +1051,13 @@ def test_new_likelihoods_stay_single_and_near(likelihood):
     assert isinstance(likelihood, (LogConcave, Heteroscedastic))
 
 
+def test_numbers_are_broadcast_against_rows():
+    likelihood, y = unwrap(NegativeBinomial(0.4)), jnp.array([0.0, 3.0])
+    rows = likelihood.log_tilted(jnp.full(2, 0.3), jnp.full(2, 0.5), y, 0.5)
+    assert np.allclose(likelihood.log_tilted(0.3, 0.5, y, 0.5), rows, rtol=1e-12)
+    assert np.isclose(likelihood.log_tilted(0.3, 0.5, 3.0, 0.5), rows[1], rtol=1e-12)
+
+
 # noise with a function of its own
 
 
