@@ -9,13 +9,13 @@ from jax.flatten_util import ravel_pytree
 from numpyro.distributions import constraints
 from scipy.integrate import quad
 from scipy.optimize import minimize
-from scipy.special import comb, erfcx, expit, gammaln, log_expit, log_ndtr, logsumexp, ndtr, softmax
-from scipy.stats import beta, binom, expon, gamma, nbinom, norm, t
+from scipy.special import erfcx, expit, gammaln, log_expit, log_ndtr, logsumexp, ndtr, softmax
+from scipy.stats import beta, expon, gamma, nbinom, norm, t
 
 from gp_thesis.likelihoods import (Bernoulli, Beta, Binomial, Exponential, Gamma, Gaussian, Heteroscedastic, Likelihood,
-                                   LogConcave, LogRate, NegativeBinomial, Ordinal, Poisson, RobustMax, Softmax, StudentT,
-                                   concave_bump, log_expectation_of_several, log_normal_cdf, log_normal_interval, log_omega,
-                                   log_rising, log_sum_exp_bound, normal_hazard, tilted_moments)
+                                   LogRate, NegativeBinomial, Ordinal, Poisson, RobustMax, Softmax, StudentT,
+                                   log_expectation_of_several, log_normal_cdf, log_omega, log_sum_exp_bound, normal_hazard,
+                                   tilted_moments)
 from gp_thesis.parameters import Parameter, cast, partition, positive, unwrap
 
 METHODS = ("variational_expectations", "log_tilted")
@@ -334,7 +334,7 @@ def poisson(f, y, binsize):
 
 
 def binomial(f, y, n, log_probability):
-    return np.log(float(comb(n, y, exact=True))) + y * log_probability(f) + (n - y) * log_probability(-f)
+    return gammaln(n + 1) - gammaln(y + 1) - gammaln(n - y + 1) + y * log_probability(f) + (n - y) * log_probability(-f)
 
 
 def interval(a, b):
@@ -357,12 +357,9 @@ ONE = {
     "beta": (Beta(4.0), lambda f: beta.logpdf(0.3, 4 * ndtr(f), 4 * ndtr(-f)), lambda f, rng: rng.beta(4 * ndtr(f), 4 * ndtr(-f)), 0.3),
     "negative binomial": (NegativeBinomial(0.5, 2.5), lambda f: nbinom.logpmf(7, 2, 1 / (1 + 1.25 * np.exp(f))),
                           lambda f, rng: rng.poisson(2.5 * np.exp(f) * rng.gamma(2.0, 0.5, np.shape(f))), 7.0),
-    "negative binomial 0": (NegativeBinomial(0.01), lambda f: -100 * np.logaddexp(0, f + np.log(0.01)), None, 0.0),
-    "binomial": (Binomial(12), lambda f: binomial(f, 9, 12, log_ndtr), lambda f, rng: rng.binomial(12, ndtr(f)), 9.0),
-    "binomial logit": (Binomial(300, "logit"), lambda f: binomial(f, 240, 300, log_expit), lambda f, rng: rng.binomial(300, expit(f)), 240.0),
+    "binomial": (Binomial(300, "logit"), lambda f: binomial(f, 240, 300, log_expit), lambda f, rng: rng.binomial(300, expit(f)), 240.0),
     "ordinal": (Ordinal(CUTS), lambda f: interval(CUTS[1] - f, CUTS[2] - f),
                 lambda f, rng: np.searchsorted(CUTS, f + rng.normal(size=np.shape(f))), 2.0),
-    "ordinal, last": (Ordinal(CUTS), lambda f: log_ndtr(f - CUTS[2]), None, 3.0),
     "student": (StudentT(0.8, df=5.0), lambda f: t.logpdf(0.3, 5.0, f, 0.8), lambda f, rng: f + 0.8 * rng.standard_t(5.0, np.shape(f)), 0.3),
 }
 
@@ -714,7 +711,7 @@ def test_constructors_refuse_what_makes_no_sense(make, words):
 
 # one integral for all powers
 
-EACH = {name: ONE[name][::3] for name in ("poisson 7", "exponential", "gamma", "beta", "student", "negative binomial", "binomial", "ordinal")} | {
+EACH = {name: ONE[name][::3] for name in ("poisson 7", "exponential", "gamma", "beta", "student", "negative binomial", "ordinal")} | {
     "trials": (Binomial(None, "logit"), [3.0, 8.0]), "noise": (Heteroscedastic(), 0.7),
     "gaussian": (Gaussian(0.7), 0.3), "probit": (Bernoulli(), 1.0), "logit": (Bernoulli("logit"), 0.0),
     "one line": (Student(0.9), 0.3), "exposure": (Poisson(None), [3.0, 2.5]), "robust": (RobustMax(3, epsilon=0.02), 1)}
@@ -910,197 +907,3 @@ def test_shapes_of_what_is_observed():
         with pytest.raises(ValueError, match=r"=None\) takes one latent function, \(N,\), got latent functions of shape \(7, 2\)"):
             likelihood.observed_shape((7, 2))
     assert np.isnan(jax.jit(lambda y: Poisson(None).check(y).sum())(jnp.array([[jnp.nan, 1.0]])))
-
-
-# counts in trials, clumped counts, ordered labels
-
-
-@pytest.mark.parametrize("link", LINKS)
-def test_one_trial_is_a_label_and_trials_in_rows_are_trials(link):
-    mean, var, y = np.array([-1.5, 0.3, 2.0, 0.0]), np.array([0.2, 1.0, 0.7, 2.0]), np.array([0.0, 1.0, 1.0, 0.0])
-    for method in METHODS:
-        assert np.allclose(ask(Binomial(1, link), method, mean, var, y), ask(Bernoulli(link), method, mean, var, y), atol=2e-5)
-    assert np.allclose(ask(Binomial(1, link), "log_density", mean, y), ask(Bernoulli(link), "log_density", mean, y), atol=1e-14)
-    for ours, theirs in zip(*(ask(likelihood, "predict_mean_and_var", mean, var) for likelihood in (Binomial(1, link), Bernoulli(link)))):
-        assert np.allclose(ours, theirs, rtol=1e-13)
-    trials, successes = np.array([1.0, 7.0, 40.0, 2000.0]), np.array([1.0, 2.0, 40.0, 1500.0])
-    likelihood = Binomial(None, link)
-    pairs = likelihood.check(np.stack([successes, trials], 1))
-    for method in METHODS:
-        together = ask(likelihood, method, mean, var, pairs)
-        alone = [ask(Binomial(int(n), link), method, m, v, s) for m, v, s, n in zip(mean, var, successes, trials)]
-        assert together.shape == (4,) and np.allclose(together, alone, rtol=1e-12)
-    per_trial = ask(likelihood, "predict_mean_and_var", mean, var)
-    assert np.allclose(per_trial, ask(Bernoulli(link), "predict_mean_and_var", mean, var), rtol=1e-13)
-
-
-def test_negative_binomial_tends_to_poisson_and_takes_exposures():
-    y, f = np.arange(60.0), np.linspace(-3, 4, 60)
-    for dispersion, atol in ((1e-3, 2.0), (1e-6, 2e-3), (1e-10, 2e-7), (1e-13, 1e-9)):
-        apart = np.asarray(ask(unwrap(NegativeBinomial(dispersion)), "log_density", f, y)) - ask(Poisson(), "log_density", f, y)
-        assert np.abs(apart).max() < atol
-    mean, var = f[::6] / 2, np.full(10, 0.4)
-    small = unwrap(NegativeBinomial(1e-10, 2.0))
-    for method in METHODS:
-        assert np.allclose(ask(small, method, mean, var, y[:10]), ask(Poisson(2.0), method, mean, var, y[:10]), atol=1e-5)
-    for ours, theirs in zip(*(ask(likelihood, "predict_mean_and_var", mean, var) for likelihood in (small, Poisson(2.0)))):
-        assert np.allclose(ours, theirs, rtol=1e-8)
-    own, exposure = unwrap(NegativeBinomial(0.3, binsize=None)), np.geomspace(0.1, 20, 10)
-    for method in METHODS:
-        together = ask(own, method, mean, var, np.stack([y[:10], exposure], 1))
-        shifted = ask(unwrap(NegativeBinomial(0.3)), method, mean + np.log(exposure), var, y[:10])
-        assert np.allclose(together, shifted, rtol=1e-9)
-
-
-def test_rising_factors_and_their_slope_at_all_dispersions():
-    alpha, counts = np.array([1e-12, 1e-6, 1e-3, 0.03, 0.049, 0.051, 0.3, 5.0]), np.array([0.0, 1.0, 2.0, 17.0, 400.0])
-    value, slope = jax.jit(jax.vmap(jax.vmap(jax.value_and_grad(log_rising, 1), (None, 0)), (0, None)))(counts, alpha)
-    for n, y in enumerate(counts):
-        k = np.arange(y)
-        assert np.allclose(value[n], np.log1p(alpha[:, None] * k).sum(1), rtol=1e-9, atol=1e-11)
-        assert np.allclose(slope[n, 1:], (k / (1 + alpha[1:, None] * k)).sum(1), rtol=1e-6, atol=1e-6)
-    single = jax.jit(log_rising)(np.float32(17), alpha.astype(np.float32))
-    assert single.dtype == jnp.float32 and np.allclose(single, value[3], rtol=1e-4, atol=1e-5)
-
-
-def test_two_ordered_classes_are_a_probit_label_and_all_add_up():
-    mean, var = np.array([-1.5, 0.3, 2.0]), np.array([0.2, 1.0, 0.7])
-    two, shifted = unwrap(Ordinal([0.0])), unwrap(Ordinal([0.8]))
-    for y in (np.zeros(3), np.ones(3)):
-        for method in METHODS:
-            label = ask(Bernoulli(), method, mean, var, y)
-            assert np.allclose(ask(two, method, mean, var, y), label, atol=1e-12)
-            assert np.allclose(ask(shifted, method, mean + 0.8, var, y), label, atol=1e-12)
-    for ours, theirs in zip(*(ask(likelihood, "predict_mean_and_var", mean, var) for likelihood in (two, Bernoulli()))):
-        assert np.allclose(ours, theirs, rtol=1e-12)
-    four = unwrap(Ordinal(CUTS))
-    p = np.asarray(ask(four, "class_probabilities", mean, var))
-    below = ndtr((CUTS - mean[:, None]) / np.sqrt(1 + var)[:, None])
-    assert p.shape == (3, 4) and np.allclose(p, np.diff(below, axis=1, prepend=0, append=1), atol=1e-14)
-    assert np.allclose(ask(four, "conditional_mean", mean), ndtr(mean[:, None] - CUTS).sum(1))
-    assert np.allclose(unwrap(Ordinal(CUTS)).edges.values, CUTS) and Ordinal(CUTS).num_classes == 4 and len(Ordinal(CUTS).edges) == 3
-
-
-@pytest.mark.parametrize("dtype,rtol", [(np.float64, 1e-9), (np.float32, 2e-4)])
-def test_interval_of_the_normal_in_both_tails(dtype, rtol):
-    a = np.array([-3.0, 2.0, 8.0, 30.0, -30.0, -1.0, -np.inf, 5.0, -np.inf, 35.0])
-    b = np.array([-1.0, 2.5, 9.0, 31.0, -29.0, 1.0, -4.0, np.inf, 12.0, np.inf])
-    value, slope = jax.jit(jax.vmap(jax.value_and_grad(lambda s, a, b: log_normal_interval(a - s, b - s)), (None, 0, 0)))(dtype(0), a.astype(dtype), b.astype(dtype))
-    exact = interval(a, b)
-    assert value.dtype == dtype and np.allclose(value, exact, rtol=rtol)
-    pdf = lambda z: np.where(np.isfinite(z), np.exp(norm.logpdf(np.where(np.isfinite(z), z, 0)) - exact), 0)
-    assert np.allclose(slope, pdf(a) - pdf(b), rtol=10 * rtol, atol=rtol)
-    far = np.array([-1e4, -300.0, 300.0, 1e4], dtype)
-    for y in range(4):
-        found = jax.vmap(jax.value_and_grad(unwrap(cast(Ordinal(CUTS), dtype)).log_density), (0, None))(far, y)
-        assert all(np.isfinite(part).all() for part in found)
-
-
-@pytest.mark.parametrize("likelihood,y", [(Binomial(5000, "logit"), 4000.0), (Binomial(500), 0.0), (NegativeBinomial(0.01), 900.0),
-                                          (NegativeBinomial(2.0), 30.0), (Ordinal(np.arange(-5.0, 6.0)), 10.0)])
-def test_the_one_mode_is_found_from_far_away(likelihood, y):
-    "Where the exponent's slope is zero, by bisection of the slope in NumPy; and the integral there, from a fine grid."
-    likelihood, means, variances = unwrap(likelihood), np.array([-8.0, 0.0, 5.0, 40.0]), np.array([4.0, 100.0, 0.01, 9.0])
-    slope = jax.jit(jax.vmap(jax.grad(likelihood.log_density), (0, None)))
-    find = jax.jit(lambda mean, var: concave_bump(lambda f: likelihood.log_density(f, y), mean, var))
-    place, width = map(np.asarray, find(means, variances))
-    low, high = np.sort([means, means + variances * np.asarray(slope(means, y))], axis=0)
-    for _ in range(200):
-        middle = 0.5 * (low + high)
-        rises = np.asarray(slope(middle, y)) - (middle - means) / variances > 0
-        low, high = np.where(rises, middle, low), np.where(rises, high, middle)
-    assert np.all(np.abs(place - (low - means) / np.sqrt(variances)) < 1e-3 * width)
-    assert np.all((0 < width) & (width <= 1 + 1e-12))
-    ours = ask(likelihood, "log_tilted", means, variances, np.full(4, y), 0.7)
-    for n, (mean, var) in enumerate(zip(means, variances)):
-        mode, sd = low[n], width[n] * np.sqrt(var)
-        f = mode + sd * np.linspace(-30, 30, 20_001)
-        log_terms = 0.7 * np.asarray(likelihood.log_density(f, y)) + norm.logpdf(f, mean, np.sqrt(var))
-        assert np.isclose(ours[n], logsumexp(log_terms) + np.log(f[1] - f[0]), rtol=1e-4, atol=5e-3)
-
-
-@pytest.mark.parametrize("name", ["negative binomial", "binomial", "ordinal"])
-def test_slopes_in_parameters_and_means_of_concave_likelihoods(name):
-    likelihood, _, _, y = ONE[name]
-    mean, var, y = np.array([-1.0, 0.2, 0.9]), np.array([0.3, 1.0, 0.1]), np.full(3, y)
-    check_slopes(unwrap(likelihood), mean, var, y, rtol=2e-4, atol=2e-4, power=0.5)
-    trainable, rest = partition(likelihood)
-    flat, restore = ravel_pytree(trainable)
-    if not flat.size:
-        return
-
-    @jax.jit
-    def total(v):
-        model = unwrap(eqx.combine(restore(v), rest))
-        return jnp.sum(model.variational_expectations(mean, var, y)) + 2 * jnp.sum(model.log_tilted(mean, var, y, 0.5))
-
-    gradient = np.asarray(jax.jit(jax.grad(total))(flat))
-    finite = [(total(flat + e) - total(flat - e)) / 2e-5 for e in 1e-5 * np.eye(flat.size)]
-    assert np.all(gradient != 0) and np.allclose(gradient, finite, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("likelihood", [Binomial(9), NegativeBinomial(0.4), Ordinal(CUTS), Heteroscedastic()], ids=lambda likelihood: type(likelihood).__name__)
-def test_new_likelihoods_stay_single_and_near(likelihood):
-    mean, var, y = three_rows(likelihood, 2.0)
-    double, single = unwrap(likelihood), unwrap(cast(likelihood, jnp.float32))
-    for method in METHODS:
-        value = ask(single, method, *(a.astype(np.float32) for a in (mean, var, y)))
-        assert value.dtype == jnp.float32 and np.allclose(value, ask(double, method, mean, var, y), rtol=1e-4, atol=1e-4)
-    for ours, theirs in zip(ask(single, "predict_mean_and_var", mean.astype(np.float32), var.astype(np.float32)), ask(double, "predict_mean_and_var", mean, var)):
-        assert ours.dtype == jnp.float32 and np.allclose(ours, theirs, rtol=1e-4)
-    assert isinstance(likelihood, (LogConcave, Heteroscedastic))
-
-
-def test_numbers_are_broadcast_against_rows():
-    likelihood, y = unwrap(NegativeBinomial(0.4)), jnp.array([0.0, 3.0])
-    rows = likelihood.log_tilted(jnp.full(2, 0.3), jnp.full(2, 0.5), y, 0.5)
-    assert np.allclose(likelihood.log_tilted(0.3, 0.5, y, 0.5), rows, rtol=1e-12)
-    assert np.isclose(likelihood.log_tilted(0.3, 0.5, 3.0, 0.5), rows[1], rtol=1e-12)
-
-
-# noise with a function of its own
-
-
-def noisy_grid(mean, var, y, power=1.0):
-    "log Z and moments of both functions, on a grid of both."
-    t = np.linspace(-9, 9, 1201)
-    f, g = mean[0] + np.sqrt(var[0]) * t[:, None], mean[1] + np.sqrt(var[1]) * t
-    log_p = power * norm.logpdf(y, f, np.exp(g / 2)) - 0.5 * t[:, None] ** 2 - 0.5 * t**2 - np.log(2 * np.pi) + 2 * np.log(t[1] - t[0])
-    log_Z = logsumexp(log_p)
-    p = np.exp(log_p - log_Z)
-    m = np.array([np.sum(p * f), np.sum(p * g)])
-    return log_Z, m, np.array([np.sum(p * (f - m[0]) ** 2), np.sum(p * (g - m[1]) ** 2)])
-
-
-def test_integrals_over_mean_and_log_noise_against_a_grid_and_draws():
-    mean = np.array([[0.4, -1.0], [0.0, 0.5], [-2.0, 0.0], [1.0, -3.0]])
-    var, y = np.array([[0.5, 0.8], [2.0, 1.5], [0.3, 0.2], [0.05, 1.0]]), np.array([1.5, -0.3, 3.0, 4.0])
-    likelihood = Heteroscedastic()
-    f = mean[:, None] + np.sqrt(var)[:, None] * np.random.default_rng(3).normal(size=(4, 400_000, 2))
-    assert np.allclose(ask(likelihood, "log_density", f[0, :5], y[0]), norm.logpdf(y[0], f[0, :5, 0], np.exp(0.5 * f[0, :5, 1])))
-    terms = norm.logpdf(y[:, None], f[..., 0], np.exp(0.5 * f[..., 1]))
-    expected = np.asarray(ask(likelihood, "variational_expectations", mean, var, y))
-    assert expected.shape == (4,) and np.all(np.abs(expected - terms.mean(1)) < 5 * terms.std(1) / np.sqrt(400_000))
-    simulated = f[..., 0] + np.exp(0.5 * f[..., 1]) * np.random.default_rng(4).normal(size=(4, 400_000))
-    y_mean, y_var = ask(likelihood, "predict_mean_and_var", mean, var)
-    assert np.allclose(simulated.mean(1), y_mean, atol=0.02) and np.allclose(simulated.var(1), y_var, rtol=0.03)
-    for power in (1.0, 0.5):
-        log_Z, m, v = moments(likelihood, mean, var, y, np.asarray(power))
-        for n in range(4):
-            exact = noisy_grid(mean[n], var[n], y[n], power)
-            assert np.isclose(log_Z[n], exact[0], atol=2e-5)
-            assert np.allclose(m[n], exact[1], atol=1e-3) and np.allclose(v[n], exact[2], atol=2e-3)
-
-
-def test_heteroscedastic_noise_known_is_gaussian_noise_and_columns_are_checked():
-    mean, y = np.array([[0.4, -1.0], [0.0, 0.5]]), np.array([1.5, -0.3])
-    var = np.array([[0.5, 1e-12], [2.0, 1e-12]])
-    for n in range(2):
-        known = unwrap(Gaussian(np.exp(mean[n, 1])))
-        for method in METHODS:
-            assert np.isclose(ask(Heteroscedastic(), method, mean, var, y)[n], ask(known, method, mean[n, 0], var[n, 0], y[n]))
-    check_slopes(Heteroscedastic(), mean, var + np.array([0.0, 0.4]), y, power=0.5, rtol=2e-4, atol=1e-6)
-    for method in METHODS:
-        with pytest.raises(ValueError, match=r"f must have two columns, the mean of y and the log of its variance, got shape \(4, 3\)"):
-            getattr(Heteroscedastic(), method)(jnp.zeros((4, 3)), jnp.ones((4, 3)), jnp.zeros(4))
-    assert Heteroscedastic.num_latents == 2 and not jax.tree.leaves(Heteroscedastic())
