@@ -19,12 +19,13 @@ from .fitting import Fit, fit
 from .inducing import (
     GaussianWindow, InducingPoints, InducingPosterior, InducingVariables, Wavelet)
 from .kernels import (
-    RBF, Constant, ConstantMean, Cosine, Exponential, IdentityMean, Kernel, Linear,
-    LinearMean, Matern12, Matern32, Matern52, Mean, Periodic, Polynomial, Process,
-    Product, Sum, White, Wiener, Zero, sample_prior)
+    RBF, Constant, ConstantMean, Coregion, Cosine, Exponential, IdentityMean,
+    Independent, Kernel, Linear, LinearMean, Matern12, Matern32, Matern52, Mean,
+    Periodic, Polynomial, Process, Product, RationalQuadratic, Sum, White, Wiener, Zero,
+    sample_prior)
 from .likelihoods import (
-    Bernoulli, Beta, Gamma, Gaussian, Likelihood, Poisson, RobustMax, Softmax,
-    StudentT)
+    Bernoulli, Beta, Binomial, Gamma, Gaussian, Heteroscedastic, Likelihood,
+    NegativeBinomial, Ordinal, Poisson, RobustMax, Softmax, StudentT)
 from .linalg import nan_on_failure, one_blas_thread
 from .parameters import (
     Parameter, cast, free, freeze, log_prior, log_prior_unconstrained,

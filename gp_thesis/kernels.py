@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['EXACT_COLUMNS', 'check_inputs', 'check_dtypes', 'as_columns', 'active_columns', 'Kernel', 'Composite', 'Sum',
-           'Product', 'as_kernel', 'Constant', 'White', 'check_ard', 'Linear', 'Polynomial', 'Wiener',
+           'Product', 'check_kernels', 'as_kernel', 'Constant', 'White', 'check_ard', 'Linear', 'Polynomial', 'Wiener',
            'squared_distance', 'Stationary', 'RBF', 'root', 'matern12', 'matern32', 'matern52', 'Matern12', 'Matern32',
-           'Matern52', 'Exponential', 'Cosine', 'Periodic', 'Mean', 'Zero', 'IdentityMean', 'ConstantMean',
-           'LinearMean', 'Process', 'sample_prior']
+           'Matern52', 'RationalQuadratic', 'Exponential', 'Cosine', 'Periodic', 'Mean', 'Zero', 'IdentityMean',
+           'ConstantMean', 'LinearMean', 'Process', 'sample_prior', 'Coregion', 'Independent']
 
 # %% ../nbs/10_processes.ipynb #c005
 import math
@@ -99,8 +99,10 @@ def active_columns(X, kernel: "Kernel"):
 
 # %% ../nbs/10_processes.ipynb #c023
 class Kernel(eqx.Module):
-    """A covariance function. Subclasses write `covariance` and `variances` for plain
-    arrays with the active columns."""
+    """A covariance function. Subclasses write `covariance(X, X2)` and `variances(X)`.
+
+    They get checked inputs, (N, D) and (N2, D), with the active columns only, and plain
+    arrays for parameters. X2 is None where X is compared with itself."""
     active_dims: tuple[int, ...] | None = eqx.field(
         default=None, converter=as_columns, static=True, kw_only=True)
 
@@ -129,12 +131,8 @@ class Kernel(eqx.Module):
         "As `diag`, for an unwrapped kernel and inputs that have been checked."
         return self.variances(active_columns(X, self))
 
-    def __add__(self, other):
-        return Sum(_terms(self, Sum) + _terms(other, Sum))
-
-    def __mul__(self, other):
-        return Product(_terms(self, Product) + _terms(other, Product))
-
+    __add__ = lambda self, k: Sum(_terms(self, Sum) + _terms(k, Sum))
+    __mul__ = lambda self, k: Product(_terms(self, Product) + _terms(k, Product))
     __radd__ = lambda self, other: as_kernel(other) + self
     __rmul__ = lambda self, other: as_kernel(other) * self
 
@@ -142,11 +140,7 @@ class Kernel(eqx.Module):
 class Composite(Kernel):
     "Several kernels made into one, entry by entry. Each part picks its own columns."
     kernels: tuple[Kernel, ...] = eqx.field(converter=tuple)
-
-    def __check_init__(self):
-        if not (self.kernels and all(isinstance(k, Kernel) for k in self.kernels)):
-            raise ValueError("kernels must be a non-empty list of kernels, "
-                             f"got {self.kernels!r}")
+    __check_init__ = lambda self: check_kernels(self.kernels)
 
     def covariance(self, X, X2=None):
         return reduce(self.combine, (part.evaluate(X, X2) for part in self.kernels))
@@ -163,6 +157,13 @@ class Sum(Composite):
 class Product(Composite):
     "k(x, x') = k₁(x, x') k₂(x, x') ..., @eq-kernel-sum; written k₁ * k₂."
     combine = staticmethod(operator.mul)
+
+
+def check_kernels(kernels):
+    "ValueError unless there are some, and nothing else."
+    if not (kernels and all(isinstance(kernel, Kernel) for kernel in kernels)):
+        raise ValueError("kernels must be a non-empty list of kernels, "
+                         f"got {kernels!r}")
 
 
 def as_kernel(value) -> Kernel:
@@ -302,20 +303,36 @@ def _centred(X, Y):
     return X - centre, Y - centre
 
 # %% ../nbs/10_processes.ipynb #c037a
-@squared_distance.defjvp
-@precise
-def _squared_distance_jvp(primals, tangents):
-    "@eq-distance-tangent"
-    (X, Y), (dX, dY) = primals, tangents
-    if Y is None:
-        Y, dY = X, dX
+def _by_products(X, Y, dX, dY):
+    "@eq-distance-tangent, last form."
     X, Y = _centred(X, Y)
     ones = lambda A: jnp.ones_like(A[:, :1])
     dX, dY = 2 * dX, 2 * dY  # the factor goes on the narrow matrices
     a, b = jnp.sum(X * dX, 1, keepdims=True), jnp.sum(Y * dY, 1, keepdims=True)
     left = jnp.hstack([a, -dX]) @ jnp.hstack([ones(Y), Y]).T
     right = jnp.hstack([ones(X), -X]) @ jnp.hstack([b, dY]).T
-    return squared_distance(*primals), left + right
+    return left + right
+
+
+def _by_differences(X, Y, dX, dY):
+    "@eq-distance-tangent, first form."
+    row = jax.checkpoint(lambda x, dx: jnp.sum((x - Y) * (dx - dY), axis=1))
+    return 2 * jax.lax.map(lambda each: row(*each), (X, dX))
+
+
+@squared_distance.defjvp
+@precise
+def _squared_distance_jvp(primals, tangents):
+    (X, Y), (dX, dY) = primals, tangents
+    if Y is None:
+        Y, dY = X, dX
+    r2, arrays = squared_distance(*primals), (X, Y, dX, dY)
+    if X.dtype == jnp.float64 or X.shape[1] > EXACT_COLUMNS:
+        return r2, _by_products(*arrays)
+    largest = jnp.maximum(*(jnp.max(A**2) for A in _centred(X, Y)))
+    far = jnp.finfo(X.dtype).eps * largest > 1e-3  # what the products round
+    choose = partial(jax.lax.cond, far, _by_differences, _by_products)
+    return r2, jax.checkpoint(choose)(*arrays)
 
 # %% ../nbs/10_processes.ipynb #c042
 class Stationary(Kernel):
@@ -407,6 +424,14 @@ class Matern52(Stationary):
 
     def correlation(self, r2):
         return matern52(5 * r2)
+
+# %% ../nbs/10_processes.ipynb #c049b
+class RationalQuadratic(Stationary):
+    "k(x, x') = σ² (1 + r² / 2α)^-α, @eq-rational-quadratic: RBFs of many lengthscales."
+    alpha: Parameter = _positive("alpha")
+
+    def correlation(self, r2):
+        return jnp.exp(-self.alpha * jnp.log1p(r2 / (2 * self.alpha)))
 
 # %% ../nbs/10_processes.ipynb #c051
 class Exponential(Stationary):
@@ -506,9 +531,9 @@ class Process(eqx.Module):
                                  f"got {getattr(self, name)!r}")
 
     def marginals(self, X) -> tuple[Float[Array, "N *P"], Float[Array, "N *P"]]:
-        "Mean and variance of f at each row of X (N, D), in the shape of the mean both."
-        mean, var = self.mean(X), self.kernel.diag(X)
-        return mean, jnp.broadcast_to(var, mean.T.shape).T
+        "Mean and variance of f at each row of X (N, D), (N,) or (N, P) both."
+        mean, var = jnp.broadcast_arrays(self.mean(X).T, self.kernel.diag(X).T)
+        return mean.T, var.T
 
     def sample(self, key, X, n: int = 1) -> Float[Array, "n N *P"]:
         "n draws of f(X) from a JAX random key, @eq-draw: (n, N), or (n, N, P)."
@@ -519,9 +544,10 @@ class Process(eqx.Module):
 @precise
 def _draw(key, mean, K, n):
     "Draws from N(mean, K), column by column; compiled once for all kernels."
-    L = cholesky(K)
+    L = cholesky(K) if K.ndim == 2 else jax.vmap(cholesky)(K)
+    mean = jnp.broadcast_to(mean.T, jnp.broadcast_shapes(mean.T.shape, K.shape[:-1])).T
     noise = jax.random.normal(key, (n, *mean.shape), L.dtype)
-    return mean + jnp.einsum("nj...,ij->ni...", noise, L)  # @eq-draw
+    return mean + jnp.einsum("nj...,...ij->ni...", noise, L)  # @eq-draw
 
 # %% ../nbs/10_processes.ipynb #c055b
 def sample_prior(
@@ -533,3 +559,109 @@ def sample_prior(
 ) -> Float[Array, "num_samples N *P"]:
     "Draws of f(X) from the process with this kernel and mean, as `Process.sample`."
     return Process(kernel, mean).sample(key, X, num_samples)
+
+# %% ../nbs/10_processes.ipynb #k002
+class Coregion(Kernel):
+    """k(p, p') = B_pp' with B = W Wᵀ + diag(κ), @eq-coregion, on one column with the
+    number of an output, 0, ..., P - 1.
+
+    Times a kernel on other columns it is the intrinsic model of coregionalisation, and
+    a sum of such products is the linear one. ValueError for other numbers."""
+    W: Parameter      # (P, R)
+    kappa: Parameter  # (P,)
+
+    def __init__(
+        self,
+        num_outputs: int,  # P
+        rank: int = 1,  # R, how many functions the outputs share, 1 to P
+        W=None,  # Their weights, (P, R); None: cosines, so that no two columns agree
+        kappa=1.0,  # Variances of what an output has for itself: a number, or (P,)
+        *,
+        active_dims=None,
+    ):
+        W, kappa = _coregion_parameters(num_outputs, rank, W, kappa)
+        self.W, self.kappa, self.active_dims = W, kappa, as_columns(active_dims)
+
+    @property
+    def B(self) -> Float[Array, "P P"]:
+        "W Wᵀ + diag(κ), the covariance of the outputs."
+        kernel = unwrap(self)
+        return kernel.W @ kernel.W.T + jnp.diag(kernel.kappa)
+
+    def covariance(self, X, X2=None):
+        left = _output_indicator(X, self)
+        right = left if X2 is None else _output_indicator(X2, self)
+        return left @ self.B @ right.T  # @eq-coregion
+
+    def variances(self, X):
+        return _output_indicator(X, self) @ jnp.diag(self.B)
+
+# %% ../nbs/10_processes.ipynb #k003
+def _coregion_parameters(P, R, W, kappa):
+    "W (P, R) and κ (P,) as parameters; ValueError if a size or a shape does not fit."
+    for name, size, most in (("num_outputs", P, math.inf), ("rank", R, P)):
+        integer = isinstance(size, (int, np.integer)) and not isinstance(size, bool)
+        if not integer or not 1 <= size <= most:
+            limit = "" if most == math.inf else f" and at most {most}, the outputs"
+            raise ValueError(f"{name} must be a positive integer{limit}, got {size!r}")
+    if W is None:
+        W = np.cos(np.pi / P * np.outer(np.arange(P) + 0.5, np.arange(R)))
+    W, variances = free(W, name="W"), positive(kappa, name="kappa")
+    if jnp.shape(unwrap(W)) != (P, R):
+        raise ValueError(f"W must have shape {(P, R)}, a row for each output and a "
+                         f"column for each function that they share, got shape "
+                         f"{jnp.shape(unwrap(W))}")
+    if jnp.shape(unwrap(variances)) == ():
+        variances = positive(jnp.broadcast_to(unwrap(variances), P), name="kappa")
+    if jnp.shape(unwrap(variances)) != (P,):
+        raise ValueError(f"kappa must be one number, or one for each of the {P} "
+                         f"outputs, got shape {jnp.shape(unwrap(variances))}")
+    return W, variances
+
+
+def _output_indicator(X, kernel):
+    "(N, P), with a one in the column of the output that the row of X names."
+    P = len(kernel.kappa)
+    if X.shape[1] != 1:
+        raise ValueError("Coregion needs one active column, the number of the output, "
+                         f"got {X.shape[1]}; name it with active_dims")
+    if not isinstance(X, jax.core.Tracer):
+        wrong = X[~np.isin(np.asarray(X), np.arange(P))]
+        if wrong.size:
+            raise ValueError("Coregion needs a column with the numbers of the outputs, "
+                             f"0 to {P - 1}, got {wrong[0]}")
+    return (jnp.round(X) == jnp.arange(P, dtype=X.dtype)).astype(X.dtype)
+
+# %% ../nbs/10_processes.ipynb #k007
+class Independent(Kernel):
+    """A kernel for each of P independent functions, @eq-independent: a call gives
+    (P, N, N2), and `diag` (N, P).
+
+    For `Process` and for approximations with a kernel for each latent function, such as
+    SVGP. Others ask for one covariance, and that raises ValueError."""
+    kernels: tuple[Kernel, ...] = eqx.field(converter=tuple)
+
+    def __check_init__(self):
+        check_kernels(self.kernels)
+        if len(self.kernels) < 2:
+            raise ValueError("Independent needs two kernels or more, got one")
+        if self.active_dims is not None:
+            raise ValueError("active_dims belong to the kernels inside Independent, "
+                             f"got {self.active_dims}")
+
+    def __call__(self, X, X2=None) -> Float[Array, "P N N2"]:
+        "Covariances of each function: (N, D), (N2, D) -> (P, N, N2)."
+        return jnp.stack([kernel(X, X2) for kernel in self.kernels])
+
+    def diag(self, X) -> Float[Array, "N P"]:
+        "Variances of each function: (N, D) -> (N, P)."
+        return jnp.stack([kernel.diag(X) for kernel in self.kernels], axis=1)
+
+    def evaluate(self, X, X2=None):
+        raise ValueError(
+            f"Independent holds a kernel for each of {len(self.kernels)} functions, "
+            "but here one is needed for all; SVGP takes it as the kernel of its model, "
+            "and it cannot be part of a sum or a product")
+
+    def evaluate_diag(self, X):
+        return self.evaluate(X)

@@ -18,8 +18,21 @@ from numpyro.distributions import constraints
 from numpyro.distributions.transforms import Transform, biject_to
 from paramax import AbstractUnwrappable, NonTrainable, non_trainable, unwrap
 
+# %% ../nbs/01_parameters.ipynb #c007a
+class _ReadAsNumbers:
+    "What Python and NumPy ask of something that they take for numbers."
+
+    def __float__(self):
+        if jnp.ndim(self.value) > 0:
+            raise TypeError("float needs a parameter that is one number, got shape "
+                            f"{jnp.shape(self.value)}; numpy.asarray gives its array")
+        return float(self.value)
+
+    def __array__(self, dtype=None, copy=None):
+        return np.array(self.value, dtype)
+
 # %% ../nbs/01_parameters.ipynb #c008
-class Parameter(AbstractUnwrappable):
+class Parameter(_ReadAsNumbers, AbstractUnwrappable):
     "A constrained `value` = g(`unconstrained`), @eq-bijection, perhaps with a prior."
     unconstrained: Array
     constraint: constraints.Constraint = eqx.field(static=True)

@@ -38,6 +38,7 @@ APPROXIMATIONS = {
     "SVGP, unwhitened": (gpt.SVGP(label, points, whiten=False), labels),
     "SVGP, robust max": (gpt.SVGP(robust, points), classes),
     "SVGP, softmax": (gpt.SVGP(soft, [points] * 2), labels),
+    "SVGP, a kernel for each": (gpt.SVGP(gpt.GP(gpt.Independent([gpt.RBF(0.8), gpt.Matern32(1.5, 0.7)]), gpt.Heteroscedastic()), points), y),
     "SVGP, Gaussian": (gpt.SVGP(noisy, points, 2), np.stack([y, -y], axis=1)),
     "EP": (gpt.EP(count, tolerance=1e-11), counts),
     "GFITC": (gpt.GFITC(label, points, tolerance=1e-11), labels),

@@ -15,8 +15,9 @@ from scipy import special
 from sklearn.gaussian_process import kernels as sk
 
 from gp_thesis.kernels import (
-    RBF, Constant, ConstantMean, Cosine, Exponential, IdentityMean, Kernel, Linear, LinearMean, Matern12, Matern32,
-    Matern52, Periodic, Polynomial, Process, Product, Stationary, Sum, White, Wiener, Zero, check_inputs, sample_prior, squared_distance)
+    RBF, Constant, ConstantMean, Coregion, Cosine, Exponential, IdentityMean, Independent, Kernel, Linear, LinearMean, Matern12,
+    Matern32, Matern52, Periodic, Polynomial, Process, Product, RationalQuadratic, Stationary, Sum, White, Wiener, Zero,
+    check_inputs, sample_prior, squared_distance)
 from gp_thesis.parameters import cast, free, freeze, partition, positive, unwrap
 
 
@@ -31,6 +32,9 @@ def matern(nu, r):
     "The Matérn correlation from its Bessel function."
     s = np.sqrt(2 * nu) * np.where(r == 0, 1, r)
     return np.where(r == 0, 1, 2 ** (1 - nu) / special.gamma(nu) * s**nu * special.kv(nu, s))
+
+
+outputs_W = np.array([[1.0, 0.2], [-0.7, 0.4], [0.1, -1.2]])
 
 
 def euclidean(A, B):
@@ -49,6 +53,10 @@ CASES = {
                  lambda A, B: 1.3 * np.exp(-2 * ((np.sin(np.pi * differences(A, B) / period) / ell) ** 2).sum(-1))),
     "Linear": (lambda: Linear(ell), lambda A, B: np.einsum("id,d,jd->ij", A, ell, B)),
     "Polynomial": (lambda: Polynomial(0.4, 0.6, degree=3), lambda A, B: (0.4 * np.einsum("id,jd->ij", A, B) + 0.6) ** 3),
+    "RationalQuadratic": (lambda: RationalQuadratic(ell, 1.3, 0.8), lambda A, B: 1.3 * (1 + euclidean(A, B) ** 2 / 1.6) ** -0.8),
+    "Coregion": (lambda: RBF(0.7, active_dims=[0]) * Coregion(3, 2, outputs_W, [0.3, 1.1, 0.6], active_dims=[1]),
+                 lambda A, B: np.exp(-0.5 * (differences(A, B)[..., 0] / 0.7) ** 2)
+                 * (outputs_W @ outputs_W.T + np.diag([0.3, 1.1, 0.6]))[np.ix_(A[:, 1].astype(int), B[:, 1].astype(int))]),
     "White": (lambda: White(1.3), lambda A, B: np.zeros((len(A), len(B)))),
     "Constant": (lambda: Constant(1.3), lambda A, B: np.full((len(A), len(B)), 1.3)),
     "Wiener": (lambda: Wiener(1.3), lambda A, B: 1.3 * np.minimum(A, B.T)),
@@ -62,7 +70,9 @@ few = settings(max_examples=15, deadline=None)
 
 
 def columns(name, X):
-    "Inputs that the kernel takes: one column that is not negative for Wiener, two otherwise."
+    "Inputs that the kernel takes: one column that is not negative for Wiener, else two, for Coregion an output's number in the second."
+    if name == "Coregion":
+        return np.stack([X[:, 0], np.floor(3 * np.abs(X[:, 1])) % 3], axis=1)
     return np.abs(X[:, :1]) if name == "Wiener" else X
 
 
@@ -100,6 +110,7 @@ def test_gram_matrix_and_cross_covariances_which_are_its_blocks(name, X):
     (Matern12(ell), sk.Matern(ell, nu=0.5)),
     (Matern32(ell), sk.Matern(ell, nu=1.5)),
     (Matern52(ell), sk.Matern(ell, nu=2.5)),
+    (RationalQuadratic(0.7, 2.0, 0.4), 2.0 * sk.RationalQuadratic(0.7, 0.4)),
     (Linear(1.0) + 4.0, sk.DotProduct(2.0)),
     (Polynomial(1.0, 4.0, degree=2), sk.DotProduct(2.0) ** 2),
     (Constant(0.7), sk.ConstantKernel(0.7)),
@@ -235,6 +246,31 @@ def test_single_precision_distance_far_from_the_origin(num_dims):
     assert np.abs(got - exact).max() < 1e-4 * exact.max()
 
 
+@pytest.mark.parametrize("num_dims", [1, 3])
+@pytest.mark.parametrize("scale", [1e3, 1e4])
+def test_slopes_far_from_the_centre_in_single_precision(scale, num_dims):
+    "Pairs of inputs, one apart, each too far from the others to see them: the sum over K has slope 2 exp(-1/2) for each."
+    place = np.round(np.linspace(-scale, scale, 30))
+    X = np.stack([place, place + 1], axis=1).reshape(-1, 1) * np.eye(num_dims)[0]
+    total = lambda ell, X, X2=None: jnp.sum(RBF(ell, np.float32(1))(X, X2))
+    slope = jax.grad(total, (0, 1))
+
+    @jax.jit
+    def derivatives(ell, X, direction):
+        forward = jax.jvp(lambda ell: total(ell, X), (ell,), (direction,))[1]
+        return (*slope(ell, X), total_between(ell, X), forward, jax.jvp(lambda ell: slope(ell, X)[0], (ell,), (direction,))[1])
+
+    total_between = jax.grad(lambda ell, X: total(ell, X[::2], X[1::2]))
+    one = np.eye(num_dims, dtype=np.float32)[0]
+    in_ell, in_X, between, forward, curvature = map(np.asarray, derivatives(jnp.ones(num_dims, jnp.float32), X.astype(np.float32), one))
+    e = np.exp(-0.5)
+    np.testing.assert_allclose(in_ell, 60 * e * one, rtol=1e-3, atol=1e-6)
+    np.testing.assert_allclose(between, 30 * e * one, rtol=1e-3, atol=1e-6)
+    np.testing.assert_allclose(forward, 60 * e, rtol=1e-3)
+    np.testing.assert_allclose(curvature, -120 * e * one, rtol=1e-3, atol=1e-6)           # (r⁴ - 3 r²) exp(-r² / 2)
+    np.testing.assert_allclose(in_X, np.outer(np.tile([2 * e, -2 * e], 30), one), rtol=1e-3, atol=1e-6)
+
+
 @pytest.mark.parametrize("num_dims", [3, 12])
 def test_no_three_dimensional_array_in_value_or_gradient(num_dims):
     G = jnp.ones((50, 40))
@@ -341,12 +377,42 @@ def test_draws_in_single_precision_and_from_a_singular_matrix():
 
 
 def test_a_kernel_of_ones_own():
-    class RationalQuadratic(Stationary):
+    class Cauchy(Stationary):
         def correlation(self, r2):
             return 1 / (1 + r2 / 2)
 
     X = some("RBF")
-    np.testing.assert_allclose(RationalQuadratic(0.6, 2.0)(X), 2.0 * sk.RationalQuadratic(0.6, 1.0)(X), rtol=1e-12)
+    np.testing.assert_allclose(Cauchy(0.6, 2.0)(X), 2.0 * sk.RationalQuadratic(0.6, 1.0)(X), rtol=1e-12)
+
+
+def test_what_a_subclass_is_passed():
+    "Active columns, plain arrays for parameters, and None where X is compared with itself."
+    seen = []
+
+    class Spy(Kernel):
+        scale: object = eqx.field(converter=positive)
+
+        def covariance(self, X, X2=None):
+            seen.append((X.shape, None if X2 is None else X2.shape, isinstance(self.scale, jax.Array)))
+            return self.scale * X @ (X if X2 is None else X2).T
+
+    kernel = Spy(0.5, active_dims=[1])
+    kernel(np.ones((3, 2))), kernel(np.ones((3, 2)), np.ones((4, 2)))
+    assert seen == [((3, 1), None, True), ((3, 1), (4, 1), True)]
+    assert "X2 is None" in Kernel.__doc__
+
+
+# ---- scale mixtures
+
+def test_rational_quadratic_is_a_mixture_of_rbfs_over_scales_and_tends_to_one():
+    X, alpha = some("RBF"), 1.7
+    nodes, weights = special.roots_genlaguerre(60, alpha - 1)
+    mixture = sum(w * np.exp(-0.5 * euclidean(X, X) ** 2 * node / alpha) for node, w in zip(nodes, weights / weights.sum()))
+    np.testing.assert_allclose(RationalQuadratic(ell, 1.0, alpha)(X), mixture, atol=1e-10)
+    for alpha, atol in ((1e4, 1e-3), (1e12, 1e-9)):
+        np.testing.assert_allclose(RationalQuadratic(ell, 1.3, alpha)(X), RBF(ell, 1.3)(X), atol=atol)
+    single = cast(RationalQuadratic(ell, 1.3, 1e7), jnp.float32)(X.astype(np.float32))
+    np.testing.assert_allclose(single, RBF(ell, 1.3)(X), atol=1e-5)
 
 
 # ---- errors
@@ -405,6 +471,19 @@ good = np.ones((3, 2))
     (lambda: Wiener()(np.array([[-0.5]])), "Wiener needs inputs that are at least 0, got -0.5"),
     (lambda: Wiener().diag(np.array([[-0.5]])), "Wiener needs inputs that are at least 0"),
     (lambda: LinearMean([1.0, 2.0, 3.0])(good), "weights must be one number for each of the 2 columns"),
+    (lambda: RationalQuadratic(alpha=0.0), "alpha must be positive"),
+    (lambda: Coregion(0), "num_outputs must be a positive integer, got 0"), (lambda: Coregion(2.0), "num_outputs must be a positive integer"),
+    (lambda: Coregion(2, 3), "rank must be a positive integer and at most 2, the outputs, got 3"),
+    (lambda: Coregion(2, W=[1.0, 2.0]), r"W must have shape \(2, 1\), a row for each output .* got shape \(2,\)"),
+    (lambda: Coregion(2, kappa=[1.0, 2.0, 3.0]), r"kappa must be one number, or one for each of the 2 outputs, got shape \(3,\)"),
+    (lambda: Coregion(2, kappa=-1.0), "kappa must be positive"),
+    (lambda: Coregion(2)(good), "Coregion needs one active column, the number of the output, got 2; name it with active_dims"),
+    (lambda: Coregion(2, active_dims=[1])([[0.3, 1.0], [0.1, 2.0]]), "the numbers of the outputs, 0 to 1, got 2.0"),
+    (lambda: Coregion(2)([[0.5]]), "0 to 1, got 0.5"), (lambda: Coregion(2).diag([[-1.0]]), "0 to 1, got -1.0"),
+    (lambda: Independent([]), "kernels must be a non-empty list of kernels"), (lambda: Independent([RBF(), 2.0]), "list of kernels"),
+    (lambda: Independent([RBF()]), "Independent needs two kernels or more, got one"),
+    (lambda: Independent([RBF(), RBF()], active_dims=[0]), r"active_dims belong to the kernels inside Independent, got \(0,\)"),
+    (lambda: (Independent([RBF(), RBF()]) + White())(good), "it cannot be part of a sum or a product"),
     (lambda: Sum([]), "kernels must be a non-empty list of kernels"),
     (lambda: Product([RBF(), 2.0]), "kernels must be a non-empty list of kernels"),
 ])
@@ -494,7 +573,7 @@ def test_errors_of_processes_and_means(call, message):
 
 # ---- vmap over hyperparameters
 
-@pytest.mark.parametrize("name", ["RBF", "Matern32", "Periodic", "Polynomial", "Wiener", "composite", "RBF, wide"])
+@pytest.mark.parametrize("name", ["RBF", "Matern32", "RationalQuadratic", "Coregion", "Periodic", "Polynomial", "Wiener", "composite", "RBF, wide"])
 def test_vmap_over_hyperparameters(name):
     make, num_dims = WIDE[name]
     X = columns(name, np.random.default_rng(0).normal(size=(4, num_dims)))

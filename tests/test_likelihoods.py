@@ -10,11 +10,12 @@ from numpyro.distributions import constraints
 from scipy.integrate import quad
 from scipy.optimize import minimize
 from scipy.special import erfcx, expit, gammaln, log_expit, log_ndtr, logsumexp, ndtr, softmax
-from scipy.stats import beta, expon, gamma, norm, t
+from scipy.stats import beta, expon, gamma, nbinom, norm, t
 
-from gp_thesis.likelihoods import (Bernoulli, Beta, Exponential, Gamma, Gaussian, Likelihood, LogRate, Poisson, RobustMax,
-                                   Softmax, StudentT, log_expectation_of_several, log_normal_cdf, log_omega,
-                                   log_sum_exp_bound, normal_hazard, tilted_moments)
+from gp_thesis.likelihoods import (Bernoulli, Beta, Binomial, Exponential, Gamma, Gaussian, Heteroscedastic, Likelihood,
+                                   LogRate, NegativeBinomial, Ordinal, Poisson, RobustMax, Softmax, StudentT,
+                                   log_expectation_of_several, log_normal_cdf, log_omega, log_sum_exp_bound, normal_hazard,
+                                   tilted_moments)
 from gp_thesis.parameters import Parameter, cast, partition, positive, unwrap
 
 METHODS = ("variational_expectations", "log_tilted")
@@ -332,6 +333,19 @@ def poisson(f, y, binsize):
     return y * (f + np.log(binsize)) - binsize * np.exp(f) - gammaln(y + 1)
 
 
+def binomial(f, y, n, log_probability):
+    return gammaln(n + 1) - gammaln(y + 1) - gammaln(n - y + 1) + y * log_probability(f) + (n - y) * log_probability(-f)
+
+
+def interval(a, b):
+    "log(Φ(b) - Φ(a)) from the side where the logarithms differ."
+    low, high = np.where(a + b > 0, -b, a), np.where(a + b > 0, -a, b)
+    with np.errstate(divide="ignore"):
+        return log_ndtr(high) + np.log1p(-np.exp(log_ndtr(low) - log_ndtr(high)))
+
+
+CUTS = np.array([-1.0, 0.2, 1.5])
+
 # A likelihood, its log density by other means, draws of y given f, and an observation.
 ONE = {
     "poisson 0": (Poisson(), lambda f: poisson(f, 0, 1), lambda f, rng: rng.poisson(np.exp(f)), 0.0),
@@ -341,6 +355,11 @@ ONE = {
     "exponential 0": (Exponential(), lambda f: f, lambda f, rng: rng.exponential(np.exp(-f)), 0.0),
     "gamma": (Gamma(3.3), lambda f: gamma.logpdf(0.7, 3.3, scale=np.exp(-f)), lambda f, rng: rng.gamma(3.3, np.exp(-f)), 0.7),
     "beta": (Beta(4.0), lambda f: beta.logpdf(0.3, 4 * ndtr(f), 4 * ndtr(-f)), lambda f, rng: rng.beta(4 * ndtr(f), 4 * ndtr(-f)), 0.3),
+    "negative binomial": (NegativeBinomial(0.5, 2.5), lambda f: nbinom.logpmf(7, 2, 1 / (1 + 1.25 * np.exp(f))),
+                          lambda f, rng: rng.poisson(2.5 * np.exp(f) * rng.gamma(2.0, 0.5, np.shape(f))), 7.0),
+    "binomial": (Binomial(300, "logit"), lambda f: binomial(f, 240, 300, log_expit), lambda f, rng: rng.binomial(300, expit(f)), 240.0),
+    "ordinal": (Ordinal(CUTS), lambda f: interval(CUTS[1] - f, CUTS[2] - f),
+                lambda f, rng: np.searchsorted(CUTS, f + rng.normal(size=np.shape(f))), 2.0),
     "student": (StudentT(0.8, df=5.0), lambda f: t.logpdf(0.3, 5.0, f, 0.8), lambda f, rng: f + 0.8 * rng.standard_t(5.0, np.shape(f)), 0.3),
 }
 
@@ -366,7 +385,7 @@ def test_integrals_of_one_latent_against_a_fine_grid(case):
             assert np.isclose(ours, exact, rtol=0, atol=1e-6 if closed else 4e-3)
 
 
-@pytest.mark.parametrize("case", ["poisson 7", "exponential", "gamma", "beta", "student"])
+@pytest.mark.parametrize("case", ["poisson 7", "exponential", "gamma", "beta", "student", "negative binomial", "binomial", "ordinal"])
 def test_moments_of_one_latent_against_draws_and_the_base_class(case):
     likelihood, _, draw, _ = ONE[case]
     likelihood, mean, var, rng = unwrap(likelihood), 0.3, 0.2, np.random.default_rng(0)
@@ -661,6 +680,13 @@ def test_labels_and_latents_of_many_classes(kind):
     (Exponential(), [0.0, -0.1], "numbers that are not negative"), (Exponential(), [np.inf], r"y\[0\] = inf"),
     (Gamma(), [0.0], r"y must hold positive numbers .*y\[0\] = 0"), (Gamma(), [np.nan], r"y\[0\] = nan"),
     (Beta(), [0.5, 1.0], r"strictly between 0 and 1 .*y\[1\] = 1"), (Beta(), [1.2], r"y\[0\] = 1.2"), (StudentT(), [np.inf], "finite real numbers"),
+    (NegativeBinomial(), [1, 0.5], r"counts 0, 1, 2, \.\.\. for the likelihood NegativeBinomial.*y\[1\] = 0.5"), (Heteroscedastic(), [[1.0, 2.0]], r"shape \(N,\) .*\(1, 2\)"),
+    (Binomial(3), [1, 4], r"successes 0, 1, 2, \.\.\. in 3 trials for the likelihood Binomial.*y\[1\] = 4"), (Binomial(3), [-1], r"y\[0\] = -1"),
+    (Ordinal(CUTS), [0, 4], r"labels 0, \.\.\., 3 for the likelihood Ordinal.*y\[1\] = 4"), (Ordinal(CUTS), [0.5], r"y\[0\] = 0.5"),
+    (Binomial(None), [3.0, 4.0], r"y must have shape \(N, 2\), successes and trials in each row .* for Binomial\(trials=None\), got shape \(2,\)"),
+    (Binomial(None), [[1, 0]], r"y\[:, 1\] must hold trials 1, 2, \.\.\., .* y\[0, 1\] = 0"), (Binomial(None), [[0.5, 1]], r"y\[:, 0\] must hold successes 0, 1, 2"),
+    (Binomial(None), [[1, 2], [3, 2]], r"no more successes than y\[:, 1\] has trials, but 1 of 2 rows do; the first is y\[1\] = \[3. 2.\]"),
+    (NegativeBinomial(binsize=None), [[1, -1.0]], "positive exposures"), (NegativeBinomial(binsize=None), [1, 2], r"a count and an exposure .* NegativeBinomial\(binsize=None\)"),
 ])
 def test_support_of_one_latent(likelihood, y, words):
     with pytest.raises(ValueError, match=words):
@@ -670,6 +696,12 @@ def test_support_of_one_latent(likelihood, y, words):
 @pytest.mark.parametrize("make,words", [
     (lambda: RobustMax(3, epsilon=0.0), "epsilon must be strictly between 0 and 1, got 0.0"), (lambda: RobustMax(3, epsilon=1.0), "got 1.0"),
     (lambda: Poisson(0.0), "binsize must be positive and finite, or None"), (lambda: Poisson(np.inf), "binsize"), (lambda: StudentT(df=0.0), "df must be positive"),
+    (lambda: NegativeBinomial(0.0), "dispersion must be positive"), (lambda: NegativeBinomial(1.0, 0.0), "binsize must be positive and finite, or None"),
+    (lambda: Binomial(0), "trials must be a positive integer, or None for a number of trials in each row, got 0"), (lambda: Binomial(2.0), "got 2.0"),
+    (lambda: Binomial(True), "got True"), (lambda: Binomial(3, "cloglog"), "link must be one of 'probit', 'logit'"),
+    (lambda: Ordinal([]), "edges must be increasing numbers, one fewer than there are classes"), (lambda: Ordinal([0.0, 0.0]), "edges must be increasing"),
+    (lambda: Ordinal([1.0, 0.0]), r"got \[1. 0.\]"), (lambda: Ordinal(1.0), "edges must be increasing"), (lambda: Ordinal([0.0, np.nan]), "edges must be"),
+    (lambda: Ordinal([np.inf]), "edges must be increasing"),
     (lambda: StudentT(scale=-1.0), "scale must be positive"), (lambda: Gamma(0.0), "shape must be positive"), (lambda: Beta(-2.0), "scale must be positive"),
 ])
 def test_constructors_refuse_what_makes_no_sense(make, words):
@@ -679,7 +711,8 @@ def test_constructors_refuse_what_makes_no_sense(make, words):
 
 # one integral for all powers
 
-EACH = {name: ONE[name][::3] for name in ("poisson 7", "exponential", "gamma", "beta", "student")} | {
+EACH = {name: ONE[name][::3] for name in ("poisson 7", "exponential", "gamma", "beta", "student", "negative binomial", "ordinal")} | {
+    "trials": (Binomial(None, "logit"), [3.0, 8.0]), "noise": (Heteroscedastic(), 0.7),
     "gaussian": (Gaussian(0.7), 0.3), "probit": (Bernoulli(), 1.0), "logit": (Bernoulli("logit"), 0.0),
     "one line": (Student(0.9), 0.3), "exposure": (Poisson(None), [3.0, 2.5]), "robust": (RobustMax(3, epsilon=0.02), 1)}
 
@@ -865,10 +898,12 @@ def test_exposures_are_checked(y, words):
 
 
 def test_shapes_of_what_is_observed():
-    for likelihood in (Gaussian(), Poisson(), Bernoulli()):
+    for likelihood in (Gaussian(), Poisson(), Bernoulli(), Binomial(3), NegativeBinomial(), Ordinal(CUTS)):
         assert likelihood.observed_shape((7,)) == (7,) and likelihood.observed_shape((7, 2)) == (7, 2)
     assert Softmax(3).observed_shape((7, 3)) == (7,) and Scaled().observed_shape((7, 2)) == (7,)
-    assert Poisson(binsize=None).observed_shape((7,)) == (7, 2)
-    with pytest.raises(ValueError, match="one latent function"):
-        Poisson(binsize=None).observed_shape((7, 2))
+    assert Heteroscedastic().observed_shape((7, 2)) == (7,)
+    for likelihood in (Poisson(binsize=None), NegativeBinomial(binsize=None), Binomial(None)):
+        assert likelihood.observed_shape((7,)) == (7, 2)
+        with pytest.raises(ValueError, match=r"=None\) takes one latent function, \(N,\), got latent functions of shape \(7, 2\)"):
+            likelihood.observed_shape((7, 2))
     assert np.isnan(jax.jit(lambda y: Poisson(None).check(y).sum())(jnp.array([[jnp.nan, 1.0]])))

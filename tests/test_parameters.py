@@ -144,3 +144,17 @@ def aligned_ones(size):
     raw = np.ones(size + 64)
     start = -raw.ctypes.data % 64 // 8
     return raw[start:start + size]
+
+
+def test_a_parameter_is_read_as_numbers():
+    for one in (positive(0.5), freeze(positive(0.5)), unit_interval(np.float32(0.5)), free(0.5)):
+        assert isinstance(float(one), float) and np.isclose(float(one), 0.5)
+    several = np.array([1.0, 2.0])
+    for parameter in (positive(several), freeze(positive(several))):
+        assert type(np.asarray(parameter)) is np.ndarray and np.allclose(parameter, several) and np.shape(parameter) == (2,)
+        with pytest.raises(TypeError, match=r"float needs a parameter that is one number, got shape \(2,\)"):
+            float(parameter)
+    assert np.asarray(positive(several), dtype=np.float32).dtype == np.float32
+    for read in (float, np.asarray):
+        with pytest.raises(TypeError):                                       # a value that is being differentiated has no digits yet
+            jax.grad(lambda v: jnp.sum(read(positive(v))))(1.0)

@@ -24,9 +24,15 @@ def shapes(function, *arguments):
 
 
 kernels = [gpt.RBF(), gpt.Matern12([0.5, 1.0]), gpt.Matern32(), gpt.Matern52(), gpt.Exponential(), gpt.Cosine(), gpt.Periodic(),
-           gpt.Linear(), gpt.Polynomial(), gpt.White(), gpt.Constant(), gpt.Wiener(active_dims=[0])]
+           gpt.Linear(), gpt.Polynomial(), gpt.White(), gpt.Constant(), gpt.Wiener(active_dims=[0]), gpt.RationalQuadratic(),
+           gpt.RBF(active_dims=[0]) * gpt.Coregion(2, active_dims=[1])]
 for kernel in (*kernels, sum(kernels[1:], kernels[0]), kernels[0] * kernels[1] + 2.0):
     assert shapes(lambda X, Xs: (kernel(X), kernel(X, Xs), kernel.diag(X)), X, Xs) == [(12, 12), (12, 5), (12,)]
+
+
+several = gpt.Independent(kernels[:3])
+assert shapes(lambda X, Xs: (several(X), several(X, Xs), several.diag(X)), X, Xs) == [(3, 12, 12), (3, 12, 5), (12, 3)]
+assert shapes(lambda X: gpt.sample_prior(jax.random.key(0), several, X, 4), X) == [(4, 12, 3)]
 
 
 def check(approx, y, *queries):
@@ -69,9 +75,15 @@ for approx in (gpt.VGP(classes, 12), gpt.WhitenedVGP(classes, 12), gpt.MeanField
 three = gpt.GP(gpt.RBF(), gpt.RobustMax(3))
 for approx, y in ((gpt.SVGP(classes, points), labels), (gpt.SVGP(classes, points, whiten=False), labels),
                   (gpt.SVGP(model, points, 2), X), (gpt.SVGP(model, [points, points]), X),
-                  (gpt.SVGP(three, points), labels), (gpt.SVGP(three, [points] * 3, whiten=False), labels)):
+                  (gpt.SVGP(three, points), labels), (gpt.SVGP(three, [points] * 3, whiten=False), labels),
+                  *((gpt.SVGP(gpt.GP(gpt.RBF(), likelihood), points), labels)
+                    for likelihood in (gpt.Poisson(), gpt.NegativeBinomial(), gpt.Binomial(3), gpt.Ordinal([0.0, 1.0])))):
     assert check(approx, y, lambda post: post.log_predictive_density(Xs, y[:5]),
                  lambda post: approx.objective(X, y, num_data=20)) == [y[:5].shape, ()]
+noisy = gpt.SVGP(gpt.GP(gpt.Independent(kernels[:2]), gpt.Heteroscedastic(), gpt.ConstantMean([0.0, -1.0])), points)
+found = shapes(lambda X, y, Xs: (noisy.objective(X, y), (post := noisy.posterior()).marginals(Xs), post.covariance(Xs), post.predict_y(Xs),
+                                 post.log_predictive_density(Xs, y[:5])), X, X[:, 0], Xs)
+assert found == [(), (5, 2), (5, 2), (2, 5, 5), (5,), (5,), (5,)]
 gpt.fit(gpt.SVGP(model, [points, points]), (X, X), optimiser=gpt.natural_gradient(0.5, gpt.adadelta()), steps=2, batch_size=4,
         key=jax.random.key(0), progress=False)
 assert gpt.kmeans_centres(X, 3).shape == (3, 2)

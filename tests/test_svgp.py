@@ -655,3 +655,73 @@ def test_chunks_of_rows_change_nothing(monkeypatch):
     whole, slope = flat_function(written_out, approx, jnp.asarray(X), jnp.asarray(y))[1](flat)
     assert np.allclose(value, whole, rtol=1e-10)
     assert np.abs(gradient - slope).max() < 1e-8 * np.abs(slope).max()
+
+
+# ---- a kernel for each latent function
+
+def shaken(approx):
+    "The same with q off the prior."
+    move = lambda leaf: leaf + 0.1 * np.random.default_rng(1).normal(size=leaf.shape)
+    return eqx.tree_at(lambda approx: approx.q, approx, jax.tree.map(move, approx.q))
+
+
+@pytest.mark.parametrize("whiten", [True, False])
+def test_a_kernel_for_each_latent_function_is_a_regression_for_each(whiten):
+    rng = np.random.default_rng(0)
+    X, Y, Xs = rng.normal(size=(12, 2)), rng.normal(size=(12, 2)), rng.normal(size=(4, 2))
+    kernels, level = (gpt.RBF([0.5, 1.0], 0.8), gpt.Matern32(0.7, 1.5)), np.array([0.3, -1.0])
+    Z = [gpt.InducingPoints(X[:4]), gpt.InducingPoints(X[4:8])]
+    model = gpt.GP(gpt.Independent(kernels), gpt.Gaussian(0.2), gpt.ConstantMean(level))
+    for inducing in (Z[0], Z):                                        # shared inducing points, or each its own
+        both = shaken(gpt.SVGP(model, inducing, whiten=whiten))
+        assert both.q.m.value.shape == (4, 2)
+        alone = []
+        for p in range(2):
+            own = inducing if inducing is Z[0] else inducing[p]
+            one = gpt.SVGP(gpt.GP(kernels[p], gpt.Gaussian(0.2), gpt.ConstantMean(level[p])), own, whiten=whiten)
+            q = (gpt.free(both.q.m.value[:, p]), gpt.lower_triangular(both.q.S_factor.value[p]))
+            alone.append(eqx.tree_at(lambda a: (a.q.m, a.q.S_factor), one, q))
+        assert np.isclose(both.objective(X, Y), sum(one.objective(X, Y[:, p]) for p, one in enumerate(alone)), rtol=1e-10)
+        post, posts = both.posterior(), [one.posterior() for one in alone]
+        for ours, theirs in zip(post.marginals(Xs), zip(*(each.marginals(Xs) for each in posts))):
+            np.testing.assert_allclose(ours, np.stack(theirs, 1), rtol=1e-8, atol=1e-10)
+        np.testing.assert_allclose(post.covariance(Xs, X), np.stack([each.covariance(Xs, X) for each in posts]), rtol=1e-8, atol=1e-10)
+        assert post.sample(jax.random.key(0), Xs, 3).shape == (3, 4, 2) and post.predict_y(Xs)[0].shape == (4, 2)
+        assert post.log_predictive_density(Xs, Y[:4]).shape == (4, 2)
+
+
+def test_equal_kernels_for_each_are_the_shared_kernel():
+    rng = np.random.default_rng(0)
+    X, y = rng.normal(size=(12, 2)), rng.integers(0, 2, 12).astype(float)
+    shared, each = (shaken(gpt.SVGP(gpt.GP(kernel, gpt.Softmax(2)), gpt.InducingPoints(X[:4])))
+                    for kernel in (gpt.RBF(0.8), gpt.Independent([gpt.RBF(0.8), gpt.RBF(0.8)])))
+    (value, slope), (value2, slope2) = (eqx.filter_jit(eqx.filter_value_and_grad(lambda approx: approx.objective(X, y)))(a) for a in (shared, each))
+    assert np.isclose(value, value2, rtol=1e-12)
+    for a, b in zip(jax.tree.leaves(slope.q), jax.tree.leaves(slope2.q)):
+        np.testing.assert_allclose(a, b, rtol=1e-8, atol=1e-10)
+    kernels = slope2.model.kernel.kernels
+    total = kernels[0].lengthscale.unconstrained + kernels[1].lengthscale.unconstrained
+    assert np.isclose(total, slope.model.kernel.lengthscale.unconstrained, rtol=1e-8)
+    assert kernels[0].lengthscale.unconstrained != kernels[1].lengthscale.unconstrained
+
+
+def test_noise_with_a_function_of_its_own_is_learned():
+    x = np.linspace(0, 1, 60)[:, None]
+    sd = 0.05 + 0.6 * (x[:, 0] > 0.5)
+    y = np.sin(6 * x[:, 0]) + sd * np.random.default_rng(0).normal(size=60)
+    model = gpt.GP(gpt.Independent([gpt.RBF(0.3), gpt.RBF(0.2)]), gpt.Heteroscedastic(), gpt.ConstantMean([0.0, -2.0]))
+    fitted = gpt.fit(gpt.SVGP(model, gpt.InducingPoints(x[::6])), (x, y), optimiser=gpt.natural_gradient(0.1, optax.adam(0.02)), steps=150, progress=False)
+    learned = np.exp(0.5 * np.asarray(fitted.approx.posterior().mean(x)[:, 1]))
+    assert 0.5 < np.median(learned[:25] / sd[:25]) < 2 and 0.5 < np.median(learned[35:] / sd[35:]) < 2
+    first, second = fitted.approx.model.kernel.kernels
+    assert float(first.lengthscale) != 0.3 and float(second.lengthscale) != 0.2
+
+
+@pytest.mark.parametrize("make, words", [
+    (lambda model, points: gpt.SVGP(model, points, num_latents=3), "Independent must hold a kernel for each of 3 latent functions, got 2"),
+    (lambda model, points: gpt.SVGP(model, [points] * 3), "Independent must hold a kernel for each of 3 latent functions, got 2"),
+    (lambda model, points: gpt.GFITC(model, points).objective(np.ones((3, 1)), np.ones(3)), "Independent holds a kernel for each of 2 functions"),
+])
+def test_kernels_and_latent_functions_are_equally_many(make, words):
+    with pytest.raises(ValueError, match=words):
+        make(gpt.GP(gpt.Independent([gpt.RBF(), gpt.RBF()]), gpt.Bernoulli()), gpt.InducingPoints(np.arange(2.0)[:, None]))
