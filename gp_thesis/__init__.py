@@ -12,6 +12,7 @@ Importing this package leaves JAX's configuration as it is and loads no notebook
 plotting library.
 """
 
+from .checkpoints import load, save
 from .ep import EP, GFITC, SparseMeanField, WeakBound, weak_bound
 from .exact import (
     GP, Approximation, Exact, ExactPosterior, GaussianPosterior, Posterior)
