@@ -271,7 +271,7 @@ def read(
     raise ValueError(f"{value} is in the file and not known here: import or define "
                      "what it names, then load again")
 
-
+# %% ../nbs/07_checkpoints.ipynb #k023a
 def _rebuilt(kind, parts):
     "A piece from what it is made of, without calling its class."
     if issubclass(kind, tuple):
@@ -341,11 +341,22 @@ def save(
                     np.lib.format.write_array(member, array, allow_pickle=False)
         os.replace(draft, path)
 
-# %% ../nbs/07_checkpoints.ipynb #k028
+# %% ../nbs/07_checkpoints.ipynb #k027a
 _DAMAGE = (zipfile.BadZipFile, zlib.error, KeyError, ValueError, TypeError, IndexError,
            AttributeError, EOFError, RecursionError, NotImplementedError)
 
 
+def _read_array(archive, number, kind):
+    with archive.open(f"{number}.npy") as member:
+        return np.lib.format.read_array(member, allow_pickle=False), kind
+
+
+def _damaged(path, error):
+    reason = f"{type(error).__name__}: {error}".split("\n")[0][:100]
+    return ValueError(f"{path} is not a whole file that gp_thesis.save wrote "
+                      f"({reason})")
+
+# %% ../nbs/07_checkpoints.ipynb #k028
 def load(
     path: str | Path,  # A file that `save` wrote, by whomever
 ) -> eqx.Module:
@@ -374,14 +385,3 @@ def load(
         raise _damaged(path, error) from error
     _caution_precision(arrays, head, path)
     return module
-
-
-def _read_array(archive, number, kind):
-    with archive.open(f"{number}.npy") as member:
-        return np.lib.format.read_array(member, allow_pickle=False), kind
-
-
-def _damaged(path, error):
-    reason = f"{type(error).__name__}: {error}".split("\n")[0][:100]
-    return ValueError(f"{path} is not a whole file that gp_thesis.save wrote "
-                      f"({reason})")
