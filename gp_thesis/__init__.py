@@ -36,4 +36,13 @@ from .sparse import (
 from .svgp import SVGP, VariationalGaussian, adadelta, kmeans_centres, natural_gradient
 from .variational import VGP, MeanField, PointPosterior, WhitenedVGP
 
+
+def __getattr__(name):
+    "`GPRegressor` and `GPClassifier`, which need scikit-learn, when they are asked for."
+    if name in ("GPRegressor", "GPClassifier"):
+        from . import estimators
+        return getattr(estimators, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 __version__ = "0.1.0"
