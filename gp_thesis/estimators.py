@@ -211,7 +211,7 @@ class GPClassifier(ClassifierMixin, GPEstimator):
         self.classes_, labels = np.unique(y, return_inverse=True)
         if (C := len(self.classes_)) < 2:
             raise ValueError("GPClassifier needs labels of at least two classes, got "
-                             f"one class: {self.classes_[0]!r}")
+                             f"one class: {str(self.classes_[0])!r}")
         if C == 2:
             return self._fit(X, labels, Bernoulli(), TWO_CLASSES)
         return self._fit(X, labels, RobustMax(C), SEVERAL_CLASSES, C)

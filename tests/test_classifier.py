@@ -10,9 +10,9 @@ import gp_thesis as gpt
 from gp_thesis.estimators import GPClassifier
 
 rng = np.random.default_rng(0)
-X = rng.uniform(-3, 3, (120, 2)) * [1.0, 100.0]
+X = rng.uniform(-3, 3, (400, 2)) * [1.0, 100.0]
 truth = ndtr(2 * np.sin(1.5 * X[:, 0]))
-y = np.where(rng.uniform(size=120) < truth, "yes", "no")
+y = np.where(rng.uniform(size=400) < truth, "yes", "no")
 
 pytestmark = pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
 
@@ -27,7 +27,7 @@ def test_two_classes_of_any_name():
     classifier = GPClassifier(gpt.RBF([0.7, 3.0]), max_iter=30).fit(X, y)
     p = classifier.predict_proba(X)
     assert classifier.classes_.tolist() == ["no", "yes"] and classifier.method_ == "vgp"
-    assert p.shape == (120, 2) and np.allclose(p.sum(axis=1), 1)
+    assert p.shape == (400, 2) and np.allclose(p.sum(axis=1), 1)
     assert np.array_equal(classifier.predict(X), np.where(p[:, 1] > 0.5, "yes", "no"))
     assert np.abs(p[:, 1] - truth).mean() < 0.1                             # and not only nearer than a coin
     standard = (X - X.mean(axis=0)) / X.std(axis=0)
@@ -48,6 +48,6 @@ def test_inducing_points_for_two_classes_and_for_three():
 
 def test_labels_that_are_none():
     with pytest.raises(ValueError, match="at least two classes, got one class: 'no'"):
-        GPClassifier().fit(X, np.full(120, "no"))
+        GPClassifier().fit(X, np.full(400, "no"))
     with pytest.raises(ValueError, match="Unknown label type: continuous"):
         GPClassifier().fit(X, truth)
