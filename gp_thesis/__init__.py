@@ -12,6 +12,7 @@ Importing this package leaves JAX's configuration as it is and loads no notebook
 plotting library.
 """
 
+from .checkpoints import load, save
 from .ep import EP, GFITC, SparseMeanField, WeakBound, weak_bound
 from .exact import (
     GP, Approximation, Exact, ExactPosterior, GaussianPosterior, Posterior)
@@ -35,5 +36,14 @@ from .sparse import (
     uncollapsed_bound)
 from .svgp import SVGP, VariationalGaussian, adadelta, kmeans_centres, natural_gradient
 from .variational import VGP, MeanField, PointPosterior, WhitenedVGP
+
+
+def __getattr__(name):
+    "`GPRegressor` and `GPClassifier`, which need scikit-learn, when they are asked for."
+    if name in ("GPRegressor", "GPClassifier"):
+        from . import estimators
+        return getattr(estimators, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __version__ = "0.1.0"

@@ -651,28 +651,64 @@ def benchmark_split(
 
 # %% ../nbs/04_data.ipynb #c054
 class Standardiser(NamedTuple):
-    "The affine map of `standardise`, and its inverse."
+    "The affine map of `standardise`, and the way back for what was predicted."
 
     mean: np.ndarray  # (D,), or a scalar
     scale: np.ndarray  # (D,), or a scalar; 1 where a column is constant
 
     def apply(self, X):
-        "From the units of the data to standard ones."
-        return (X - self.mean) / self.scale
+        "From the units of the data to standard ones: (N, D), or any shape if scalar."
+        X = _floats(X) if hasattr(X, "columns") else X
+        return (_fitting(X, self.mean) - self.mean) / self.scale
 
     def invert(self, X):
-        "From standard units back to those of the data."
-        return X * self.scale + self.mean
+        "From standard units back to those of the data: values, samples, quantiles."
+        return _fitting(X, self.mean) * self.scale + self.mean
+
+    def invert_moments(self, mean, var):
+        "Means and variances of predictions in the units of the data, @eq-standardised."
+        return self.invert(mean), _fitting(var, self.scale) * self.scale**2
+
+    def invert_log_density(self, log_density):
+        """Log densities in the units of the data, @eq-standardised: (S, D) entry by
+        entry, or (S,) of rows of all D columns together."""
+        log_scale = np.log(self.scale)
+        if np.ndim(log_density) < 2:
+            return log_density - np.sum(log_scale)
+        return _fitting(log_density, self.scale) - log_scale
+
+
+def _fitting(X, mean):
+    "X; ValueError unless it has a column for each entry of the mean."
+    if np.ndim(mean) and np.shape(X)[-1:] != np.shape(mean):
+        raise ValueError(f"X has shape {np.shape(X)}; accepted: {len(mean)} columns, "
+                         "as the data that were standardised")
+    return X
+
+# %% ../nbs/04_data.ipynb #c054a
+def _floats(X) -> np.ndarray:
+    "A table or an array as floats; a ValueError names what is no number."
+    if hasattr(X, "columns"):  # of pandas, or made like its tables
+        whole = lambda a: a.dtype.kind in "biuf" and np.isfinite(a).all()
+        broken = [name for name in X.columns if not whole(X[name].to_numpy())]
+        if broken:
+            found = ", ".join(f"{name!r} is {X[name].dtype}" for name in broken)
+            raise ValueError("X must have columns of numbers without gaps, but column "
+                             f"{found}")
+        X = np.stack([X[name].to_numpy() for name in X.columns], axis=1)
+    X = np.asarray(X)
+    if X.dtype.kind not in "biuf":
+        raise ValueError(f"X must hold numbers, got an array of {X.dtype}")
+    return X if X.dtype.kind == "f" else X.astype(float)
 
 
 def standardise(
-    X: np.ndarray,  # (N, D) or (N,)
+    X: np.ndarray,  # (N, D) or (N,), or a table of columns of numbers
 ) -> tuple[np.ndarray, Standardiser]:  # the standardised array and the map that made it
     """Columns of mean 0 and standard deviation 1 (constant ones: 0).
 
-    Raises ValueError for no rows, or NaN or infinity."""
-    X = np.asarray(X)
-    X = X if np.issubdtype(X.dtype, np.floating) else X.astype(float)
+    Raises ValueError for no rows, NaN or infinity, and what is no number."""
+    X = _floats(X)
     if X.ndim not in (1, 2) or not X.size or not np.isfinite(X).all():
         raise ValueError(f"X has shape {X.shape}; "
                          "accepted: (N, D) or (N,) with N > 0, all entries finite")

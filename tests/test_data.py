@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import scipy.stats
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -1054,6 +1055,68 @@ def test_standardise_moments_and_constant_columns():
 def test_standardise_bad_input(X):
     with pytest.raises(ValueError, match="X has shape"):
         data.standardise(X)
+
+
+@pytest.fixture(scope="module")
+def predicted():
+    "A law of z in two columns, the map back, and the law of y = s z + μ."
+    scaler = data.Standardiser(np.array([3.0, -50.0]), np.array([0.2, 40.0]))
+    z = [scipy.stats.gamma(3.0, loc=-1.0), scipy.stats.norm(0.3, 0.5)]
+    y = [scipy.stats.gamma(3.0, loc=3.0 - 0.2, scale=0.2), scipy.stats.norm(-50.0 + 40 * 0.3, 20.0)]
+    return scaler, z, y
+
+
+def test_moments_go_back_into_the_units_of_the_data(predicted):
+    scaler, z, y = predicted
+    mean, var = (np.array([[getattr(law, name)() for law in z]] * 3) for name in ("mean", "var"))
+    back = scaler.invert_moments(mean, var)
+    np.testing.assert_allclose(back[0], [[law.mean() for law in y]] * 3)
+    np.testing.assert_allclose(back[1], [[law.var() for law in y]] * 3)
+    draws = scaler.invert(np.stack([law.rvs(200_000, random_state=k) for k, law in enumerate(z)], axis=1))
+    np.testing.assert_allclose(draws.mean(axis=0), back[0][0], rtol=5e-3)
+    np.testing.assert_allclose(draws.var(axis=0), back[1][0], rtol=3e-2)
+    one = data.Standardiser(np.float64(2.0), np.float64(3.0))
+    assert one.invert_moments(1.0, 4.0) == (5.0, 36.0)
+
+
+def test_log_densities_go_back_into_the_units_of_the_data(predicted):
+    scaler, z, y = predicted
+    values = np.array([[3.1, -60.0], [3.7, 10.0], [2.9, -33.0]])
+    standard = scaler.apply(values)
+    there = np.stack([law.logpdf(column) for law, column in zip(z, standard.T)], axis=1)
+    here = np.stack([law.logpdf(column) for law, column in zip(y, values.T)], axis=1)
+    np.testing.assert_allclose(scaler.invert_log_density(there), here)
+    np.testing.assert_allclose(scaler.invert_log_density(there.sum(axis=1)), here.sum(axis=1))   # both columns together
+    first = data.Standardiser(scaler.mean[0], scaler.scale[0])
+    np.testing.assert_allclose(first.invert_log_density(there[:, 0]), here[:, 0])
+    edges = np.linspace(*scaler.apply(values)[:2, 1], 100_001)                                   # mass is mass in any unit
+    mass = np.trapezoid(np.exp(scaler.invert_log_density(np.c_[edges, z[1].logpdf(edges)])[:, 1]), scaler.invert(np.c_[edges, edges])[:, 1])
+    np.testing.assert_allclose(mass, np.diff(z[1].cdf(edges[[0, -1]]))[0], rtol=1e-6)
+
+
+def test_a_standardiser_wants_the_columns_it_was_made_from(predicted):
+    scaler = predicted[0]
+    for wrong in (np.zeros((4, 1)), np.zeros((4, 3)), np.zeros(4)):
+        for method in (scaler.apply, scaler.invert, lambda X: scaler.invert_moments(X, X)):
+            with pytest.raises(ValueError, match="accepted: 2 columns"):
+                method(wrong)
+    with pytest.raises(ValueError, match="accepted: 2 columns"):
+        scaler.invert_log_density(np.zeros((4, 3)))
+
+
+def test_tables_are_standardised_and_columns_without_numbers_are_named():
+    pd = pytest.importorskip("pandas")
+    table = pd.DataFrame({"a": [1, 2, 4], "b": [True, False, True], "c": pd.array([1, 5, 9], "Int64")})
+    Xs, scaler = data.standardise(table)
+    np.testing.assert_array_equal(Xs, data.standardise(np.array([[1, 1, 1], [2, 0, 5], [4, 1, 9.0]]))[0])
+    np.testing.assert_array_equal(scaler.apply(table), Xs)
+    np.testing.assert_array_equal(data.standardise(table["a"])[0], Xs[:, 0])
+    for column in (["x", "y", "z"], ["1", "2", "3"], pd.array([1, None, 3], "Int64"), pd.to_datetime(["2020", "2021", "2022"])):
+        for method in (data.standardise, scaler.apply):
+            with pytest.raises(ValueError, match="columns of numbers without gaps, but column 'b' is"):
+                method(table.assign(b=column))
+    with pytest.raises(ValueError, match="X must hold numbers, got an array of object"):
+        data.standardise(np.array(["x", None]))
 
 
 # --- imports

@@ -72,7 +72,14 @@ def test_rounding_below_zero_is_drawn_as_zero(ax):
         (dict(var=var[:, None] * np.ones(2)), r"var has shape \(21, 2\)"),
         (dict(var=var - 0.5), "var is negative"),
         (dict(mean=np.full(21, np.nan)), "mean .* finite"),
-        (dict(Xs=np.zeros((21, 2))), r"Xs has shape \(21, 2\)"),
+        (dict(Xs=np.zeros((21, 3))), r"Xs has shape \(21, 3\)"),
+        (dict(Xs=np.full((21, 2), np.nan)), r"Xs has shape \(21, 2\)"),
+        (dict(Xs=np.c_[x, 2 * x]), "Xs must have three points that do not lie on one line"),
+        (dict(Xs=np.c_[x, x**2], samples=[mean]), "samples can be drawn over one input only"),
+        (dict(Xs=np.c_[x, x**2], X=[1.0], y=[1.0]), r"X has shape \(1,\); accepted: \(N, 2\)"),
+        (dict(Xs=np.c_[x, x**2], X=[[1.0, 2.0]]), "X and y go together"),
+        (dict(Xs=np.c_[x, x**2], var=var - 0.5), "var is negative"),
+        (dict(Xs=np.c_[x, x**2], mean=mean[1:]), r"mean has shape \(20,\)"),
         (dict(samples=np.zeros((21, 3))), "samples has shape"),
         (dict(X=[1.0, 2.0], y=[1.0]), r"y has shape \(1,\); accepted: \(2,\)"),
         (dict(X=[1.0]), "X and y go together"),
@@ -83,6 +90,34 @@ def test_bad_input(ax, arguments, message):
     with pytest.raises(ValueError, match=message):
         plot_posterior(ax, **(dict(Xs=x, mean=mean, var=var) | arguments))
     assert not ax.lines and not ax.collections  # nothing half drawn
+
+
+def on_a_line(points, plane, value):
+    "Whether points of contour lines lie where a plane has the value."
+    return np.allclose(points @ plane, value, atol=1e-9)
+
+
+def test_over_two_inputs_contours_follow_mean_and_deviation(ax):
+    grid = np.stack(np.meshgrid(np.linspace(0, 1, 9), np.linspace(0, 2, 7)), -1).reshape(-1, 2)
+    grid = grid[np.random.default_rng(0).permutation(len(grid))]
+    slope, rise = np.array([1.0, 0.5]), np.array([0.25, 1.0])
+    X, y = np.array([[0.2, 0.4], [0.9, 1.5]]), np.array([0.1, 3.0])
+    assert plot_posterior(ax, grid, grid @ slope, (1 + grid @ rise) ** 2, X=X, y=y, label="mean") is ax
+    filled, lines, dots = ax.collections
+    assert np.isclose(filled.levels[0], 0) and np.isclose(filled.levels[-1], 3)         # the data are on the scale too
+    for level, segments in zip(lines.levels, lines.allsegs):
+        assert all(on_a_line(points, rise, level - 1) for points in segments if len(points))
+    assert sum(len(segments) > 0 for segments in lines.allsegs) >= 3 and filled.norm.vmax == dots.norm.vmax == 3
+    np.testing.assert_array_equal(dots.get_offsets(), X)
+    np.testing.assert_array_equal(dots.get_array(), y)
+    assert np.allclose(dots.to_rgba(y)[1], filled.cmap(1.0)) and ax.figure.axes[1].get_ylabel() == "mean"
+
+
+def test_over_two_inputs_a_constant_mean_and_deviation_are_drawn_without_warning(ax, recwarn):
+    grid = np.random.default_rng(0).uniform(size=(9, 2))
+    plot_posterior(ax, grid, np.zeros(9), np.ones(9), color=plotting.INDUCING)
+    ax.figure.canvas.draw()
+    assert len(ax.collections) == 1 and not recwarn.list
 
 
 def test_theme():

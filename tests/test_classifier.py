@@ -1,0 +1,53 @@
+"GPClassifier keeps scikit-learn's rules, and its probabilities are those of the book's methods and near the truth."
+import warnings
+
+import numpy as np
+import pytest
+from scipy.special import ndtr
+from sklearn.utils.estimator_checks import check_estimator
+
+import gp_thesis as gpt
+from gp_thesis.estimators import GPClassifier
+
+rng = np.random.default_rng(0)
+X = rng.uniform(-3, 3, (400, 2)) * [1.0, 100.0]
+truth = ndtr(2 * np.sin(1.5 * X[:, 0]))
+y = np.where(rng.uniform(size=400) < truth, "yes", "no")
+
+pytestmark = pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
+
+
+def test_scikit_learns_own_checks():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        check_estimator(GPClassifier(max_iter=5))
+
+
+def test_two_classes_of_any_name():
+    classifier = GPClassifier(gpt.RBF([0.7, 3.0]), max_iter=30).fit(X, y)
+    p = classifier.predict_proba(X)
+    assert classifier.classes_.tolist() == ["no", "yes"] and classifier.method_ == "vgp"
+    assert p.shape == (400, 2) and np.allclose(p.sum(axis=1), 1)
+    assert np.array_equal(classifier.predict(X), np.where(p[:, 1] > 0.5, "yes", "no"))
+    assert np.abs(p[:, 1] - truth).mean() < 0.1                             # and not only nearer than a coin
+    standard = (X - X.mean(axis=0)) / X.std(axis=0)
+    assert np.allclose(p[:, 1], classifier.result_.approx.posterior(standard).predict_y(standard)[0])
+
+
+def test_inducing_points_for_two_classes_and_for_three():
+    few = GPClassifier(gpt.RBF([0.7, 3.0]), method="svgp", num_inducing=30, max_iter=20, random_state=0).fit(X, y)
+    assert few.method_ == "svgp" and np.abs(few.predict_proba(X)[:, 1] - truth).mean() < 0.12
+    band = np.digitize(X[:, 0], [-1.0, 1.0]) * 10
+    three = GPClassifier(num_inducing=20, max_iter=10, random_state=0).fit(X, band)
+    p = three.predict_proba(X[:50])
+    assert p.shape == (50, 3) and np.allclose(p.sum(axis=1), 1) and three.classes_.tolist() == [0, 10, 20]
+    assert three.score(X, band) > 0.9 and three.method_ == "svgp"
+    with pytest.raises(ValueError, match="method must be None or one of 'svgp', got 'vgp'"):
+        GPClassifier(method="vgp").fit(X, band)
+
+
+def test_labels_that_are_none():
+    with pytest.raises(ValueError, match="at least two classes, got one class: 'no'"):
+        GPClassifier().fit(X, np.full(400, "no"))
+    with pytest.raises(ValueError, match="Unknown label type: continuous"):
+        GPClassifier().fit(X, truth)
