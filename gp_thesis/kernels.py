@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from .data import from_table
 from .linalg import cholesky, precise
 from .parameters import Parameter, as_float, free, positive, unwrap
 
@@ -30,7 +31,7 @@ def check_inputs(
     num_dims: int | None = None,  # Number of columns they must have, if that is known
 ) -> Float[Array, "N D"]:
     "`X` as floats; ValueError if it is no matrix, is empty, or holds NaN or infinity."
-    X = as_float(X, name)
+    X = as_float(from_table(X, name), name)
     if X.ndim != 2:
         hint = f"; for inputs with one dimension pass {name}[:, None]" * (X.ndim == 1)
         raise ValueError(f"{name} must have shape (N, D), got {X.shape}{hint}")

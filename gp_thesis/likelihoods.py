@@ -27,6 +27,7 @@ from jaxtyping import Array
 from numpyro.distributions import constraints
 from scipy.special import ndtri
 
+from .data import from_table
 from .gaussians import gauss_hermite, log_expectation
 from .parameters import Parameter, as_float, free, positive, unwrap
 
@@ -114,7 +115,7 @@ def check_observations(
     """`y` as an array of floats.
 
     Raises ValueError for other shapes, no rows, and values outside the support."""
-    y, name = as_float(y, "y"), type(likelihood).__name__
+    y, name = as_float(from_table(y, "y"), "y"), type(likelihood).__name__
     one_each = likelihood.num_latents is None
     if y.ndim not in ((1, 2) if one_each else (1,)) or y.size == 0:
         accepted = "(N,) or (N, P)" if one_each else "(N,)"
@@ -576,7 +577,7 @@ def check_pairs(
     """`y` as an array of floats, a count and its size in each row.
 
     Raises ValueError for other shapes, no rows, and what is no count or no size."""
-    y = as_float(y, "y")
+    y = as_float(from_table(y, "y"), "y")
     if y.ndim != 2 or y.shape[1] != 2 or len(y) == 0:
         raise ValueError(f"y must have shape (N, 2), {likelihood.rows} in each row and "
                          f"at least one row, for {type(likelihood).__name__}"

@@ -208,6 +208,23 @@ def test_bad_models_and_queries_are_refused():
     with pytest.raises(ValueError, match=r"ys must have shape \(9,\)"): post.log_predictive_density(Xs, y)
 
 
+def test_tables_are_taken_and_columns_without_numbers_are_named():
+    import pandas as pd
+    columns = {"a": [1.0, 2.0, 3.0], "b": [1, 2, 4]}
+    approx, y = gpt.Exact(gpt.GP(gpt.RBF(), gpt.Gaussian())), np.array([1.0, 0.0, 2.0])
+    for kind in (list, np.array, lambda a: pd.array(a, dtype="Int64"), lambda a: pd.array(a, dtype="Float64")):
+        table = pd.DataFrame(columns | {"c": kind([1, 0, 1])})
+        expected = approx.objective(np.array([[1.0, 1, 1], [2, 2, 0], [3, 4, 1]]), y)
+        assert approx.objective(table, pd.Series(y)) == expected
+    assert approx.objective(table.assign(c=[True, False, True]), pd.Series([1, 0, 2], dtype="Int64")) == expected
+    for column, dtype in ((pd.array([1, None, 3], dtype="Int64"), "Int64"), (["x", "y", "z"], "str|object"),
+                          (pd.to_datetime(["2020", "2021", "2022"]), "datetime"), (pd.Categorical(["x", "y", "x"]), "category")):
+        with pytest.raises(ValueError, match=f"X must have columns of numbers without gaps, but column 'c' is ({dtype})"):
+            approx.objective(table.assign(c=column), y)
+        with pytest.raises(ValueError, match=f"y must be numbers without gaps, but column 'c' is ({dtype})"):
+            approx.objective(table, pd.Series(column, name="c"))
+
+
 def test_precisions_are_mixed_where_nothing_is_lost_and_refused_where_digits_are():
     X, y, Xs = (a.astype("float32") for a in toy())
     double = gpt.Exact(gpt.GP(gpt.RBF(), gpt.Gaussian()))
