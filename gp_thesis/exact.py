@@ -21,7 +21,8 @@ from jax.scipy.special import betainc, gammainc, gammaincc, ndtr, ndtri
 from jaxtyping import Array, Float
 from numpyro.distributions import biject_to
 
-from .kernels import Kernel, Mean, Process, Zero, check_dtypes, check_inputs
+from .kernels import (
+    Kernel, Mean, Process, Zero, check_dtypes, check_inputs, in_dtype)
 from .likelihoods import (
     Bernoulli, Beta, Binomial, Exponential, Gamma, Gaussian, Heteroscedastic,
     Likelihood, NegativeBinomial, Ordinal, Poisson, StudentT)
@@ -139,7 +140,7 @@ class GaussianPosterior(Posterior):
         return compiled(_predict_y, self, self.check(Xs))
 
     def log_predictive_density(self, Xs, ys):
-        ys = self.model.likelihood.check(ys)
+        ys = in_dtype(self.model.likelihood.check(ys), float_dtype(self.model))
         return compiled(_log_predictive_density, self, self.check(Xs), ys)
 
     def quantiles(self, Xs, q) -> Array:
@@ -153,7 +154,7 @@ class GaussianPosterior(Posterior):
 # %% ../nbs/12_regression.ipynb #c011b
 def check_query(post, Xs, name):
     "Xs as an array that the kernel can take; else a ValueError."
-    Xs = check_inputs(Xs, name, post.num_dims)
+    Xs = in_dtype(check_inputs(Xs, name, post.num_dims), float_dtype(post.model))
     post.model.kernel.diag(Xs)  # for the kernel's own checks
     return Xs
 
@@ -221,6 +222,7 @@ def check_data(
     if y is not None and len(X) != len(y):
         raise ValueError(f"X and y must have the same number of rows, got {len(X)} and "
                          f"{len(y)}")
+    X, y = (in_dtype(a, float_dtype(model)) for a in (X, y))
     check_dtypes(X=X, y=y)
     model.kernel.diag(X)  # for the kernel's own checks: columns, dtypes, domain
     prior_shape = model.mean(X).shape

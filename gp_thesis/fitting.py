@@ -25,6 +25,7 @@ from tqdm import tqdm
 from . import optimisers as why
 from .batches import as_batches, check_rows, is_positive_integer, spans, spread
 from .checkpoints import Checkpoints, fingerprint, last_whole, named, revived
+from .linalg import one_blas_thread
 from .optimisers import State, descend, failure, initial_state, lbfgs
 from .parameters import (
     Parameter, is_frozen, is_parameter, log_prior, partition, unwrap)
@@ -472,6 +473,7 @@ def fit(
         return _climb(start, source, optimiser, steps, key, resume, checkpoint,
                       callback, every, tolerance, progress)
 
-    if restarts == 1:
-        return climb(approx)
-    return _best_of(climb, approx, source, key, restarts)
+    with one_blas_thread():
+        if restarts == 1:
+            return climb(approx)
+        return _best_of(climb, approx, source, key, restarts)

@@ -16,6 +16,7 @@ import pytest
 from jax.flatten_util import ravel_pytree
 from scipy.optimize import minimize
 from scipy.stats import norm
+from threadpoolctl import threadpool_info, threadpool_limits
 
 from gp_thesis import fitting
 from gp_thesis.exact import GP, Exact, check_data
@@ -349,6 +350,15 @@ def test_the_callback_sees_the_start_all_multiples_and_the_end(line, data, setti
     seconds = [s for *_, s in seen]
     assert seconds[0] >= 0 and np.all(np.diff(seconds) > 0)
     assert np.array_equal(seen[-1][0].weights.value, result.approx.weights.value)
+
+
+def test_blas_has_one_thread_during_a_fit_and_as_many_as_before_after_it(line, data):
+    threads = lambda *_: [pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"]
+    seen = []
+    with threadpool_limits(2, user_api="blas"):
+        before = threads()
+        fit(line, data, steps=2, callback=lambda *_: seen.extend(threads()))
+        assert seen and set(seen) == {1} and threads() == before
 
 
 @pytest.mark.parametrize("optimiser", ["lbfgs", optax.lbfgs()], ids=["scipy", "optax"])
