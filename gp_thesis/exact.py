@@ -4,27 +4,28 @@
 
 # %% auto #0
 __all__ = ['GP', 'Posterior', 'compiled', 'GaussianPosterior', 'check_query', 'ExactPosterior', 'check_data', 'float_dtype',
-           'Approximation', 'check_gaussian', 'caution_jitter', 'Exact', 'conditional_cdf', 'predictive_cdf',
-           'smallest_above', 'predictive_quantiles', 'check_levels']
+           'Approximation', 'check_gaussian', 'caution_jitter', 'Exact', 'conditional_cdf', 'of_one_function',
+           'predictive_cdf', 'smallest_above', 'predictive_quantiles', 'check_levels']
 
 # %% ../nbs/12_regression.ipynb #c004
 import warnings
 from abc import abstractmethod
-from functools import singledispatch
+from functools import partial, singledispatch
 from typing import ClassVar, final
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.scipy.special import betainc, gammainc, gammaincc, ndtri
+from jax.scipy.special import betainc, gammainc, gammaincc, ndtr, ndtri
 from jaxtyping import Array, Float
 from numpyro.distributions import biject_to
 
 from .kernels import (
     Kernel, Mean, Process, Zero, check_dtypes, check_inputs, in_dtype)
 from .likelihoods import (
-    Bernoulli, Beta, Exponential, Gamma, Gaussian, Likelihood, Poisson, StudentT)
+    Bernoulli, Beta, Binomial, Exponential, Gamma, Gaussian, Heteroscedastic,
+    Likelihood, NegativeBinomial, Ordinal, Poisson, StudentT)
 from .linalg import (
     JITTER, add_diagonal, cholesky, factor_or_nan, fails_with_nan, log_density,
     nan_on_failure, one_blas_thread, precise, solve_lower, solve_upper)
@@ -419,9 +420,38 @@ def _(likelihood: StudentT, f, y):
     within = betainc(0.5, df / 2, z**2 / (df + z**2))  # p(|t| ≤ |z|)
     return 0.5 + 0.5 * jnp.sign(z) * within
 
+# %% ../nbs/12_regression.ipynb #q003a
+@conditional_cdf.register
+def _(likelihood: Binomial, f, y):
+    n, fails = likelihood.trials or 1, likelihood.label.conditional_mean(-f)
+    k = jnp.clip(jnp.floor(y), 0, n - 1)
+    return jnp.where(y < 0, 0, jnp.where(y < n, betainc(n - k, k + 1, fails), 1))
 
-def predictive_cdf(likelihood, mean, var, y, reach=6.5, step=0.05):
-    "F(y), @eq-predictive-cdf, by the trapezoidal rule."
+
+@conditional_cdf.register
+def _(likelihood: NegativeBinomial, f, y):
+    alpha, k = likelihood.dispersion, jnp.floor(jnp.maximum(y, 0))
+    stops = 1 / (1 + alpha * likelihood.conditional_mean(f))
+    return jnp.where(y < 0, 0, betainc(1 / alpha, k + 1, stops))
+
+
+@conditional_cdf.register
+def _(likelihood: Ordinal, f, y):
+    _, high = likelihood.limits(f, 1, jnp.floor(jnp.maximum(y, 0)))
+    return jnp.where(y < 0, 0, ndtr(high))
+
+
+def of_one_function(likelihood, mean, var):
+    "p(y' ≤ y | f) with at most one function f not integrated out, and its moments."
+    if isinstance(likelihood, Heteroscedastic):  # Gaussian for a known noise variance
+        f, g, f_var, g_var = likelihood.split(mean, var)
+        cdf = lambda g, y: ndtr((y - f) / jnp.sqrt(f_var + jnp.exp(g)))
+        return cdf, g, g_var
+    return partial(conditional_cdf, likelihood), mean, var
+
+# %% ../nbs/12_regression.ipynb #q003b
+def predictive_cdf(cdf, mean, var, y, reach=6.5, step=0.05):
+    "F(y), @eq-predictive-cdf, by the trapezoidal rule, from p(y' ≤ y | f)."
     nodes = np.arange(-reach, reach + step / 2, step)
     weights = np.exp(-0.5 * nodes**2)
     nodes, weights = (jnp.asarray(a, mean.dtype) for a in (nodes, weights))
@@ -429,7 +459,7 @@ def predictive_cdf(likelihood, mean, var, y, reach=6.5, step=0.05):
 
     def add(total, node):
         t, weight = node
-        return total + weight * conditional_cdf(likelihood, mean + sd * t, y), None
+        return total + weight * cdf(mean + sd * t, y), None
 
     total, _ = jax.lax.scan(add, zero.astype(mean.dtype), (nodes, weights))
     return total / jnp.sum(weights)
@@ -460,14 +490,15 @@ def predictive_quantiles(
     q: Array,  # Levels between 0 and 1, () or (Q,)
 ) -> Array:  # (S,) or (S, P); for (Q,) levels (Q, S) or (Q, S, P)
     "The smallest y with F(y) ≥ q, @eq-predictive-cdf; ValueError without a cdf."
-    q = q.reshape(q.shape + (1,) * mean.ndim)
+    cdf, f_mean, f_var = of_one_function(likelihood, mean, var)
+    q = q.reshape(q.shape + (1,) * f_mean.ndim)
     if isinstance(likelihood, Gaussian):
         return mean + jnp.sqrt(var + likelihood.variance) * ndtri(q)
     support = likelihood.support
     whole = lambda u: jnp.floor(jnp.expm1(u))
     value = whole if support.is_discrete else biject_to(support)
-    F = lambda u: predictive_cdf(likelihood, mean, var, value(u))
-    shape = jnp.broadcast_shapes(q.shape, mean.shape)
+    F = lambda u: predictive_cdf(cdf, f_mean, f_var, value(u))
+    shape = jnp.broadcast_shapes(q.shape, f_mean.shape)
     return value(smallest_above(F, q, shape, mean.dtype))
 
 # %% ../nbs/12_regression.ipynb #q005

@@ -14,6 +14,20 @@ from gp_thesis.exact import conditional_cdf, predictive_quantiles
 LEVELS = np.array([0.02, 0.3, 0.5, 0.9])
 MEAN, VAR = np.array([-0.4, 1.2]), np.array([0.3, 1.5])
 
+
+
+class Edged:
+    "The label of the interval that f and standard normal noise lie in."
+    def __init__(self, f):
+        self.f = np.asarray(f)
+
+    def rvs(self, random_state):
+        return np.digitize(self.f + random_state.normal(size=self.f.shape), [-0.5, 0.2, 1.0])
+
+    def ppf(self, q):
+        return np.digitize(self.f + scipy.stats.norm.ppf(q), [-0.5, 0.2, 1.0])
+
+
 # A likelihood, and the same in SciPy: the distribution of y given f.
 CASES = {
     "Gaussian": (gpt.Gaussian(0.2), lambda f: scipy.stats.norm(f, np.sqrt(0.2))),
@@ -24,6 +38,9 @@ CASES = {
     "Gamma": (gpt.Gamma(3.0), lambda f: scipy.stats.gamma(3.0, scale=np.exp(-f))),
     "Exponential": (likelihoods.Exponential(), lambda f: scipy.stats.expon(scale=np.exp(-f))),
     "Beta": (gpt.Beta(4.0), lambda f: scipy.stats.beta(4 * Φ(f), 4 * Φ(-f))),
+    "Binomial": (gpt.Binomial(7), lambda f: scipy.stats.binom(7, Φ(f))),
+    "NegativeBinomial": (gpt.NegativeBinomial(0.4, binsize=3.0), lambda f: scipy.stats.nbinom(2.5, 1 / (1 + 1.2 * np.exp(f)))),
+    "Ordinal": (gpt.Ordinal([-0.5, 0.2, 1.0]), lambda f: Edged(f)),
     "StudentT": (gpt.StudentT(0.3, df=2.5), lambda f: scipy.stats.t(2.5, f, 0.3)),
 }
 
@@ -68,6 +85,16 @@ def test_of_a_posterior():
     for q in (0.0, 1.0, [0.5, np.nan], [[0.5]], [], -1):
         with pytest.raises(ValueError, match="q must be a level strictly between 0 and 1"):
             post.quantiles(Xs, q)
+
+
+def test_noise_that_is_a_function():
+    mean, var = np.array([[0.5, -1.0], [2.0, 1.0]]), np.array([[0.3, 0.8], [0.0, 0.0]])
+    found = predictive_quantiles(gpt.Heteroscedastic(), jnp.asarray(mean), jnp.asarray(var), jnp.asarray(LEVELS))
+    assert found.shape == (4, 2) and np.allclose(found[:, 1], scipy.stats.norm(2.0, np.exp(0.5)).ppf(LEVELS))
+    rng = np.random.default_rng(0)
+    f, g = mean[0][:, None] + np.sqrt(var[0])[:, None] * rng.normal(size=(2, 400_000))
+    y = f + np.exp(g / 2) * rng.normal(size=400_000)
+    assert np.abs((y[:, None] <= found[:, 0]).mean(0) - LEVELS).max() < 4e-3
 
 
 def test_a_likelihood_of_ones_own():
