@@ -1,4 +1,6 @@
 "Linear algebra: the safe Cholesky, inverses by blocks, the log density and its derivatives, low rank, reverse mode."
+import re
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -111,6 +113,24 @@ def test_large_matrices_go_block_by_block(n, monkeypatch):
     assert np.allclose(jax.jit(linalg.factor_or_nan)(K), L, rtol=0, atol=1e-13)
     assert np.isnan(jax.jit(linalg.factor_or_nan)(K - 3 * np.diag(np.arange(n) == n - 1))).any()
     assert np.allclose(inverses(L)[0], np.linalg.inv(L), atol=1e-10) and np.allclose(inverses(L)[1], np.linalg.inv(K), atol=1e-10)
+
+
+@pytest.mark.parametrize("function", [cholesky, inverse_lower, lambda L: solve_lower(L, L), lambda L: solve_upper(L, L)],
+                         ids=["cholesky", "inverse_lower", "solve_lower", "solve_upper"])
+def test_lapack_never_works_on_a_batch(function):                               # two batches at a time can wait for ever
+    K = np.stack([spd(9), spd(9)])[:, None].repeat(3, axis=1)
+    twice = jax.jit(jax.vmap(jax.vmap(function)))
+    calls = re.findall(r"= \(?f64\[([\d,]*)\].*custom-call\(.*lapack_", twice.lower(K).compile().as_text())
+    assert calls and all(shape in ("9,9", "1,9,9") for shape in calls)
+    assert np.allclose(twice(K), [[function(k) for k in row] for row in K], atol=1e-12)
+
+
+@pytest.mark.parametrize("solve", [solve_lower, solve_upper])
+def test_solves_to_second_order_in_a_batch_and_for_a_vector(solve):
+    L, B = np.linalg.cholesky(spd(4)), rng.normal(size=(4, 2))
+    check_derivatives(lambda L, B: jnp.sum(jnp.sin(solve(jnp.tril(L), B))), L, B)
+    both = jax.jit(jax.vmap(jax.grad(lambda L, b: jnp.sum(solve(L, b) ** 2)), (None, 1)))(L, B)
+    assert np.allclose(both[1], jax.grad(lambda L: jnp.sum(solve(L, B[:, 1]) ** 2))(L))
 
 
 def test_times_is_a_product_to_second_order_under_vmap_and_where_one_factor_stands_still():
