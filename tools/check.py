@@ -78,6 +78,7 @@ def work(name: str, output: str, answer) -> None:
         failed = run(name)
     except SystemExit as end:
         failed = bool(end.code)
+        print(end.code if isinstance(end.code, str) else "", file=sys.stderr)
     except BaseException:
         traceback.print_exc()
     sys.stdout.flush(), sys.stderr.flush()
