@@ -29,11 +29,11 @@ from .likelihoods import (
 from .linalg import (
     JITTER, add_diagonal, cholesky, factor_or_nan, fails_with_nan, log_density,
     nan_on_failure, one_blas_thread, precise, solve_lower, solve_upper)
-from .parameters import unwrap
+from .parameters import Suggesting, unwrap
 from .products import project
 
 # %% ../nbs/12_regression.ipynb #c007
-class GP(eqx.Module):
+class GP(eqx.Module, metaclass=Suggesting):
     "f is a Gaussian process, and y depends on f through the likelihood."
     kernel: Kernel
     likelihood: Likelihood
@@ -53,7 +53,11 @@ class GP(eqx.Module):
 
 # %% ../nbs/12_regression.ipynb #c010
 class Posterior(eqx.Module):
-    "What a posterior answers at inputs Xs (S, D), for P functions or for one."
+    """What a posterior answers at inputs Xs (S, D), for P functions or for one.
+
+    In programs of one's own as `jax.jit(lambda Xs: post.marginals(Xs))`, or with the
+    posterior as an argument; `jax.jit(post.marginals)` cannot work, because JAX wants
+    to hash what it compiles, but `equinox.filter_jit(post.marginals)` does."""
 
     @abstractmethod
     def marginals(self, Xs) -> tuple[Float[Array, "S *P"], Float[Array, "S *P"]]:
@@ -279,7 +283,7 @@ def _sample_key(approx, key):
     return (key,)
 
 # %% ../nbs/12_regression.ipynb #c014c
-class Approximation(eqx.Module):
+class Approximation(eqx.Module, metaclass=Suggesting):
     """How to compute with a model. A subclass writes, on plain arrays, what is
     maximised: `bound(X, y)` of all rows, or `bound(X, y, scale)` of rows that stand for
     `scale` each, then a `key` if it draws samples; and `q_f`, of the data it needs."""

@@ -28,7 +28,7 @@ from .checkpoints import Checkpoints, fingerprint, last_whole, named, revived
 from .linalg import one_blas_thread
 from .optimisers import State, descend, failure, initial_state, lbfgs
 from .parameters import (
-    Parameter, is_frozen, is_parameter, log_prior, partition, unwrap)
+    Parameter, is_frozen, is_parameter, log_prior, partition, suggesting, unwrap)
 
 # %% ../nbs/14_fitting.ipynb #c006
 def negative_objective(
@@ -441,6 +441,7 @@ def _best_of(climb, approx, source, key, restarts):
     return best._replace(restarts=np.array(ends))
 
 # %% ../nbs/14_fitting.ipynb #c032
+@suggesting
 def fit(
     approx: eqx.Module,  # A module with `objective(*batch, num_data=None)`
     data: tuple | Iterable,  # Arrays with the same rows; with `num_data`, batches
@@ -460,6 +461,8 @@ def fit(
     restarts: int = 1,  # How many starts to take, to keep the best end, @eq-restart
 ) -> Fit:
     """Maximise the objective plus the log prior, @eq-map, over what is not frozen.
+
+    A loop of Python, not for `jax.jit` or `jax.vmap`: `restarts` takes several starts.
 
     ValueError for what cannot work, before anything is compiled, and for unusable
     rows of a stream when they come; FloatingPointError if the objective is none."""

@@ -27,12 +27,12 @@ from gp_thesis.kernels import (
     check_inputs)
 from .linalg import add_diagonal, cholesky, precise
 from .parameters import (
-    Parameter, as_float, free, is_parameter, positive, unwrap)
+    Parameter, Suggesting, as_float, free, is_parameter, positive, unwrap)
 from .products import Factor, Projection, solve, unexplained
 from .variational import ConditionalPosterior
 
 # %% ../nbs/22_inducing.ipynb #c007
-class InducingVariables(eqx.Module):
+class InducingVariables(eqx.Module, metaclass=Suggesting):
     """M linear functionals u of the process less its mean, known by two covariances.
 
     `len` of one is M. The covariances work on plain arrays: `unwrap` has been called

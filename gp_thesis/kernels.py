@@ -22,7 +22,8 @@ from jaxtyping import Array, Float
 
 from .data import from_table
 from .linalg import cholesky, precise
-from .parameters import Parameter, as_float, free, positive, unwrap
+from .parameters import (
+    Parameter, Suggesting, as_float, free, positive, unwrap)
 
 # %% ../nbs/10_processes.ipynb #c016
 def check_inputs(
@@ -108,7 +109,7 @@ def active_columns(X, kernel: "Kernel"):
     return X[:, list(dims)]
 
 # %% ../nbs/10_processes.ipynb #c023
-class Kernel(eqx.Module):
+class Kernel(eqx.Module, metaclass=Suggesting):
     """A covariance function. Subclasses write `covariance(X, X2)` and `variances(X)`.
 
     They get checked inputs, (N, D) and (N2, D), with the active columns only, and plain
@@ -476,7 +477,7 @@ class Periodic(RBF):
         return jnp.hstack([jnp.cos(angle) / ell, jnp.sin(angle) / ell])
 
 # %% ../nbs/10_processes.ipynb #c053
-class Mean(eqx.Module):
+class Mean(eqx.Module, metaclass=Suggesting):
     "A mean function. Subclasses write `evaluate` for plain arrays."
 
     @precise
@@ -529,7 +530,7 @@ class LinearMean(Mean):
         return X @ self.weights + self.bias
 
 # %% ../nbs/10_processes.ipynb #c055
-class Process(eqx.Module):
+class Process(eqx.Module, metaclass=Suggesting):
     "f ~ GP(m, k), @eq-gram: what is believed about a function before any data."
     kernel: Kernel
     mean: Mean = Zero()

@@ -29,10 +29,11 @@ from scipy.special import ndtri
 
 from .data import from_table
 from .gaussians import gauss_hermite, log_expectation
-from .parameters import Parameter, as_float, free, positive, unwrap
+from .parameters import (
+    Parameter, Suggesting, as_float, free, positive, unwrap)
 
 # %% ../nbs/11_likelihoods.ipynb #c007
-class ObservationModel(eqx.Module):
+class ObservationModel(eqx.Module, metaclass=Suggesting):
     """p(y | f) for one observation, @eq-factorised, and what it says once f is known.
 
     Fields are parameters. Methods work on plain arrays, `unwrap` has been called before

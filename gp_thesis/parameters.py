@@ -5,9 +5,13 @@
 # %% auto #0
 __all__ = ['LOWER_CHOLESKY', 'Parameter', 'Fixed', 'is_frozen', 'parameter', 'as_float', 'fill_triangle', 'read_triangle',
            'positive', 'unit_interval', 'lower_triangular', 'free', 'is_parameter', 'freeze', 'unfreeze', 'partition',
-           'log_prior', 'log_prior_unconstrained', 'cast']
+           'log_prior', 'log_prior_unconstrained', 'cast', 'suggesting', 'Suggesting']
 
 # %% ../nbs/01_parameters.ipynb #c005
+import difflib
+import inspect
+from functools import wraps
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -248,3 +252,33 @@ def cast(tree: PyTree, dtype) -> PyTree:
     "The same tree with every floating array in `dtype`, such as `jnp.float32`."
     convert = lambda x: x.astype(dtype) if eqx.is_inexact_array(x) else x
     return jax.tree.map(convert, tree)
+
+# %% ../nbs/01_parameters.ipynb #c028b
+def _unknown_keyword(function, keywords) -> str | None:
+    "What to say of a keyword that the function does not know, if there is one."
+    known = inspect.signature(function).parameters
+    if any(each.kind is each.VAR_KEYWORD for each in known.values()):
+        return
+    for name in set(keywords) - {*known}:
+        near = difflib.get_close_matches(name, known, 1)
+        advice = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(known)}"
+        return f"{function.__name__} has no argument {name!r}; {advice}"
+
+
+def suggesting(function):
+    "`function`, whose error for an unknown keyword names the nearest known one."
+    @wraps(function)
+    def called(*args, **kwargs):
+        if message := _unknown_keyword(function, kwargs):
+            raise TypeError(message)
+        return function(*args, **kwargs)
+    return called
+
+
+class Suggesting(type(eqx.Module)):
+    "The class of classes whose errors for unknown keywords name the nearest known one."
+
+    def __call__(cls, *args, **kwargs):
+        if kwargs and (message := _unknown_keyword(cls, kwargs)):
+            raise TypeError(message)
+        return super().__call__(*args, **kwargs)

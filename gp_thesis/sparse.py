@@ -21,7 +21,7 @@ from .gaussians import kl_from_cholesky
 from .inducing import (
     InducingPosterior, InducingVariables, check_inducing, inducing_factor, projection)
 from .linalg import cholesky, inverse_lower, log_determinant, precise
-from .parameters import Fixed
+from .parameters import Fixed, suggesting
 from gp_thesis.products import (
     gram, in_one_chunk, log_normaliser, move_factor, over_rows, solve, still_gram,
     with_inverse)
@@ -306,16 +306,19 @@ class DTC(SparseRegression):
         self.model, self.inducing = model, inducing
 
 
+@suggesting
 def VFE(model: GP, inducing: InducingVariables) -> PowerEPRegression:
     "The variational free energy, @eq-vfe: power 0."
     return PowerEPRegression(model, inducing, power=0.0)
 
 
+@suggesting
 def FITC(model: GP, inducing: InducingVariables) -> PowerEPRegression:
     "The fully independent training conditional, which is EP: power 1, single rows."
     return PowerEPRegression(model, inducing, power=1.0)
 
 
+@suggesting
 def PITC(
     model: GP,
     inducing: InducingVariables,

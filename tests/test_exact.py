@@ -208,6 +208,34 @@ def test_bad_models_and_queries_are_refused():
     with pytest.raises(ValueError, match=r"ys must have shape \(9,\)"): post.log_predictive_density(Xs, y)
 
 
+@pytest.mark.parametrize("wrong, message", [
+    (lambda: gpt.RBF(lengthscales=1.0), "RBF has no argument 'lengthscales'; did you mean 'lengthscale'"),
+    (lambda: gpt.Gaussian(var=1.0), "Gaussian has no argument 'var'; did you mean 'variance'|it takes variance"),
+    (lambda: gpt.GP(gpt.RBF(), likelyhood=gpt.Gaussian()), "GP has no argument 'likelyhood'; did you mean 'likelihood'"),
+    (lambda: gpt.InducingPoints(Z=np.zeros((2, 1)), M=2), "InducingPoints has no argument 'M'; it takes Z"),
+    (lambda: gpt.VFE(toy_model(), inducing_points=gpt.InducingPoints(np.zeros((2, 1)))), "VFE has no argument 'inducing_points'; did you mean 'inducing'"),
+    (lambda: gpt.fit(gpt.Exact(toy_model()), (1, 2), batchsize=10), "fit has no argument 'batchsize'; did you mean 'batch_size'")])
+def test_unknown_keywords_name_the_nearest_known_one(wrong, message):
+    with pytest.raises(TypeError, match=message):
+        wrong()
+
+
+def test_how_posteriors_go_into_programs_of_ones_own():
+    X, y, Xs = toy()
+    post = gpt.Exact(toy_model()).posterior(X, y)
+    mean, var = post.marginals(Xs)
+    for found in (jax.jit(lambda Xs: post.marginals(Xs))(Xs), eqx.filter_jit(post.marginals)(Xs),
+                  jax.jit(lambda post, Xs: post.marginals(Xs))(post, Xs)):
+        assert np.allclose(found[0], mean) and np.allclose(found[1], var)
+    assert np.allclose(jax.vmap(lambda x: post.mean(x[None])[0])(Xs), mean)
+    many = eqx.filter_vmap(lambda scale: gpt.Exact(gpt.GP(gpt.RBF(scale), gpt.Gaussian())).objective(X, y))(np.array([0.5, 1.0]))
+    assert np.isclose(many[1], gpt.Exact(gpt.GP(gpt.RBF(1.0), gpt.Gaussian())).objective(X, y))
+
+
+def toy_model():
+    return gpt.GP(gpt.RBF(), gpt.Gaussian())
+
+
 def test_tables_are_taken_and_columns_without_numbers_are_named():
     import pandas as pd
     columns = {"a": [1.0, 2.0, 3.0], "b": [1, 2, 4]}
