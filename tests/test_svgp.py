@@ -11,6 +11,8 @@ from gp_thesis.inducing import GaussianWindow, InducingPoints
 from gp_thesis.parameters import free, lower_triangular
 from gp_thesis.sparse import uncollapsed_bound
 from gp_thesis.svgp import SVGP, adadelta, kmeans_centres, natural_gradient, natural_step
+from scipy.spatial import cKDTree
+from sklearn.cluster import KMeans
 
 MEANS = {"linear": gpt.LinearMean([0.3, -0.2])}
 
@@ -462,6 +464,16 @@ def test_kmeans_centres_are_centres():
     assert kmeans_centres(many.astype(np.float32), 5).dtype == np.float32
     large = random.normal(size=(1001, 1000))
     assert kmeans_centres(large, 5).shape == (5, 1000)  # more than a million numbers: from batches
+
+
+def test_kmeans_centres_of_a_part_of_many_rows_are_nearly_as_near():
+    rng = np.random.default_rng(0)
+    X = rng.normal(size=(60_000, 3)) + 4 * rng.integers(0, 3, size=(60_000, 1))
+    spread = lambda Z: np.mean(cKDTree(Z).query(X)[0] ** 2)
+    every = KMeans(12, n_init=1, random_state=0).fit(X).cluster_centers_
+    assert 1 - 0.02 < spread(kmeans_centres(X, 12)) / spread(every) < 1 + 0.02
+    rare = np.repeat([[0.0], [1.0]], [60_000, 1], axis=0)                        # the part may not have the second
+    assert np.allclose(sorted(kmeans_centres(rare, 2).ravel()), [0.0, 1.0])
 
 
 def test_kmeans_centres_refuses():
