@@ -711,7 +711,7 @@ def _floats(X) -> np.ndarray:
         raise ValueError(f"X must hold numbers, got an array of {X.dtype}")
     return X if X.dtype.kind == "f" else X.astype(float)
 
-
+# %% ../nbs/04_data.ipynb #c054b
 def standardise(
     X: np.ndarray,  # (N, D) or (N,), or a table of columns of numbers
 ) -> tuple[np.ndarray, Standardiser]:  # the standardised array and the map that made it

@@ -310,13 +310,12 @@ def squared_distance(
 
 def _centred(X, Y):
     "Both about the mean of X, which distances do not notice and rounding does."
-    centre = jax.lax.stop_gradient(jnp.mean(X, 0))
+    centre = jnp.mean(X, 0)
     return X - centre, Y - centre
 
 # %% ../nbs/10_processes.ipynb #c037a
 def _by_products(X, Y, dX, dY):
-    "@eq-distance-tangent, last form."
-    X, Y = _centred(X, Y)
+    "@eq-distance-tangent, last form, for inputs about their centre."
     ones = lambda A: jnp.ones_like(A[:, :1])
     dX, dY = 2 * dX, 2 * dY  # the factor goes on the narrow matrices
     a, b = jnp.sum(X * dX, 1, keepdims=True), jnp.sum(Y * dY, 1, keepdims=True)
@@ -331,19 +330,33 @@ def _by_differences(X, Y, dX, dY):
     return 2 * jax.lax.map(lambda each: row(*each), (X, dX))
 
 
+@jax.custom_batching.custom_vmap
+def _for_all(choice):
+    "The choice itself; one for all members of a `vmap`, so that a `cond` stays one."
+    return choice
+
+
+@_for_all.def_vmap
+def _for_all_of_them(size, batched, choices):
+    return jnp.any(choices), False
+
+
 @squared_distance.defjvp
 @precise
 def _squared_distance_jvp(primals, tangents):
     (X, Y), (dX, dY) = primals, tangents
     if Y is None:
         Y, dY = X, dX
-    r2, arrays = squared_distance(*primals), (X, Y, dX, dY)
+    r2, centred = squared_distance(*primals), _centred(X, Y)
     if X.dtype == jnp.float64 or X.shape[1] > EXACT_COLUMNS:
-        return r2, _by_products(*arrays)
-    largest = jnp.maximum(*(jnp.max(A**2) for A in _centred(X, Y)))
-    far = jnp.finfo(X.dtype).eps * largest > 1e-3  # what the products round
-    choose = partial(jax.lax.cond, far, _by_differences, _by_products)
-    return r2, jax.checkpoint(choose)(*arrays)
+        return r2, _by_products(*centred, dX, dY)
+    still = jax.lax.stop_gradient(centred)
+    largest = jnp.maximum(*(jnp.max(A**2) for A in still))
+    far = _for_all(jnp.finfo(X.dtype).eps * largest > 1e-3)  # what the products round
+    differences = lambda X, Y, *rest: _by_differences(X, Y, *rest[-2:])
+    products = lambda X, Y, *rest: _by_products(*rest)
+    arrays = X, Y, *centred, dX, dY
+    return r2, jax.lax.cond(far, differences, products, *arrays)
 
 # %% ../nbs/10_processes.ipynb #c042
 class Stationary(Kernel):

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['WHOLE', 'JITTER', 'precise', 'one_at_a_time', 'solve_lower', 'solve_upper', 'add_diagonal', 'one_blas_thread',
-           'times', 'factor_or_nan', 'phi', 'cholesky_or_nan', 'nan_on_failure', 'fails_with_nan', 'cholesky',
-           'inverse_lower', 'lower_gram', 'inverses', 'log_density', 'log_determinant', 'woodbury_solve',
+           'times_tangent', 'times', 'factor_or_nan', 'phi', 'cholesky_or_nan', 'nan_on_failure', 'fails_with_nan',
+           'cholesky', 'inverse_lower', 'lower_gram', 'inverses', 'log_density', 'log_determinant', 'woodbury_solve',
            'low_rank_log_determinant', 'cholesky_reverse_unblocked', 'cholesky_reverse_blocked']
 
 # %% ../nbs/02_linalg.ipynb #c005
@@ -47,7 +47,7 @@ def one_at_a_time(function):
 
     return alone
 
-
+# %% ../nbs/02_linalg.ipynb #c008a
 @one_at_a_time
 def _substitute(L, B):
     # As the transpose of an upper triangle, which is LAPACK's memory order.
@@ -86,7 +86,7 @@ def solve_upper(
     product = lambda L, x: jnp.tril(L).T @ x
     return _solve(product, L, B, _substitute_back, _substitute)
 
-
+# %% ../nbs/02_linalg.ipynb #c008b
 @jax.custom_jvp
 def add_diagonal(
     K: Array,  # (N, N)
@@ -114,6 +114,16 @@ def one_blas_thread():
     return _thread_pools().limit(limits=1, user_api="blas")
 
 # %% ../nbs/02_linalg.ipynb #c010c
+@precise
+def times_tangent(
+    A: Array,  # (M, N)
+    dB: Array,  # (N, P)
+) -> Array:  # (M, P)
+    "A dB, for rules of derivatives: in reverse Aᵀ is a matrix of its own."
+    A_T = lax.optimization_barrier(A.T)
+    return lax.dot_general(A_T, dB, (((0,), (0,)), ((), ())))
+
+
 @jax.custom_jvp
 @precise
 def times(
@@ -131,15 +141,13 @@ def _times_jvp(primals, tangents):
     still = [isinstance(d, jax.custom_derivatives.SymbolicZero) for d in tangents]
     dC = jnp.zeros((), A.dtype) if still[0] else dA @ B
     if not still[1]:
-        A_T = lax.optimization_barrier(A.T)  # in reverse A_T @ bar(C)
-        dC = dC + lax.dot_general(A_T, dB, (((0,), (0,)), ((), ())))
+        dC = dC + times_tangent(A, dB)
     return times(A, B), jnp.broadcast_to(dC, (len(A), B.shape[1]))
 
 # %% ../nbs/02_linalg.ipynb #c013
 WHOLE = 1000  # up to so many rows a factorisation is one call of LAPACK
 
 
-@one_at_a_time
 def _lapack(K):
     "The Cholesky factor of K, or NaN."
     # The transpose of a symmetric matrix is in LAPACK's memory order: no copy.
@@ -214,7 +222,8 @@ def _cholesky_jvp(primals, tangents):
 def _slope(L, primals, tangents):
     _, dK = jax.jvp(add_diagonal, primals, tangents)
     L_inv = inverse_lower(L)
-    return times(L, phi(times(L_inv, dK) @ L_inv.T))  # @eq-cholesky-forward
+    inner = phi(times_tangent(L_inv, dK) @ L_inv.T)
+    return times_tangent(L, inner)  # @eq-cholesky-forward
 
 # %% ../nbs/02_linalg.ipynb #c016b
 _on_failure = jax.make_user_context("raise")  # a part of the key of JAX's caches
@@ -312,7 +321,8 @@ def inverse_lower(
 @precise
 def _inverse_lower_jvp(primals, tangents):
     L_inv = inverse_lower(*primals)
-    return L_inv, -times(L_inv, tangents[0]) @ L_inv  # @eq-inverse-forward
+    slope = -times_tangent(L_inv, tangents[0]) @ L_inv  # @eq-inverse-forward
+    return L_inv, slope
 
 # %% ../nbs/02_linalg.ipynb #c025b
 @jax.custom_jvp

@@ -261,7 +261,8 @@ def _unknown_keyword(function, keywords) -> str | None:
         return
     for name in set(keywords) - {*known}:
         near = difflib.get_close_matches(name, known, 1)
-        advice = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(known)}"
+        nearest = [f"did you mean {each!r}?" for each in near]
+        advice = (nearest or [f"it takes {', '.join(known)}"])[0]
         return f"{function.__name__} has no argument {name!r}; {advice}"
 
 

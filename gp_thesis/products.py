@@ -18,8 +18,9 @@ from jax import lax
 from jax.scipy.sparse.linalg import bicgstab
 from jaxtyping import Array
 
-from .linalg import (
-    cholesky, inverse_lower, inverses, log_determinant, precise, solve_lower, times)
+from gp_thesis.linalg import (
+    cholesky, inverse_lower, inverses, log_determinant, precise, solve_lower, times,
+    times_tangent)
 
 # %% ../nbs/06_products.ipynb #c008
 class Projection(NamedTuple):
@@ -75,7 +76,8 @@ def solve(
 def _solve_jvp(corrected, primals, tangents):
     (factor, Kuf), (d_factor, dK) = primals, tangents
     A = solve(factor, Kuf, corrected)
-    return A, times(factor.inverse, dK - d_factor.L @ A)  # @eq-solve-derivative
+    force = dK - d_factor.L @ A
+    return A, times_tangent(factor.inverse, force)  # @eq-solve-derivative
 
 # %% ../nbs/06_products.ipynb #c013
 @jax.custom_jvp
