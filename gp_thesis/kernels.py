@@ -329,7 +329,7 @@ def _by_differences(X, Y, dX, dY):
     row = jax.checkpoint(lambda x, dx: jnp.sum((x - Y) * (dx - dY), axis=1))
     return 2 * jax.lax.map(lambda each: row(*each), (X, dX))
 
-
+# %% ../nbs/10_processes.ipynb #a53efa7b
 @jax.custom_batching.custom_vmap
 def _for_all(choice):
     "The choice itself; one for all members of a `vmap`, so that a `cond` stays one."
