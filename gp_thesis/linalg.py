@@ -148,10 +148,23 @@ def _times_jvp(primals, tangents):
 WHOLE = 1000  # up to so many rows a factorisation is one call of LAPACK
 
 
-def _lapack(K):
-    "The Cholesky factor of K, or NaN."
+@one_at_a_time
+def _potrf(K):
     # The transpose of a symmetric matrix is in LAPACK's memory order: no copy.
     return lax.linalg.cholesky(K.T, symmetrize_input=False)
+
+
+@jax.custom_jvp
+def _lapack(K):
+    "The Cholesky factor of K, or NaN."
+    return _potrf(K)
+
+
+@_lapack.defjvp
+def _lapack_jvp(primals, tangents):  # where JAX forgets the rule of `cholesky_or_nan`
+    L = _lapack(*primals)
+    none = jnp.zeros_like(L[0])
+    return L, _slope(L, (*primals, none), (*tangents, none))
 
 
 @precise
