@@ -166,7 +166,7 @@ def _lapack_jvp(primals, tangents):  # where JAX forgets the rule of `cholesky_o
     none = jnp.zeros_like(L[0])
     return L, _slope(L, (*primals, none), (*tangents, none))
 
-
+# %% ../nbs/02_linalg.ipynb #c013a
 @precise
 def _by_blocks(K):
     "As `_lapack`, block column by block column, @eq-cholesky-blocks."
