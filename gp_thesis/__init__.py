@@ -39,7 +39,7 @@ from .variational import VGP, MeanField, PointPosterior, WhitenedVGP
 
 
 def __getattr__(name):
-    "`GPRegressor` and `GPClassifier`, which need scikit-learn, when they are asked for."
+    "`GPRegressor` and `GPClassifier`, which need scikit-learn, when asked for."
     if name in ("GPRegressor", "GPClassifier"):
         from . import estimators
         return getattr(estimators, name)

@@ -115,9 +115,9 @@ def test_large_matrices_go_block_by_block(n, monkeypatch):
     assert np.allclose(inverses(L)[0], np.linalg.inv(L), atol=1e-10) and np.allclose(inverses(L)[1], np.linalg.inv(K), atol=1e-10)
 
 
-@pytest.mark.parametrize("function", [inverse_lower, lambda L: solve_lower(L, L), lambda L: solve_upper(L, L)],
-                         ids=["inverse_lower", "solve_lower", "solve_upper"])
-def test_lapack_never_solves_in_a_batch(function):                              # two batches at a time can wait for ever
+@pytest.mark.parametrize("function", [cholesky, inverse_lower, lambda L: solve_lower(L, L), lambda L: solve_upper(L, L)],
+                         ids=["cholesky", "inverse_lower", "solve_lower", "solve_upper"])
+def test_lapack_never_works_on_a_batch(function):                               # two batches at a time can wait for ever
     K = np.stack([spd(9), spd(9)])[:, None].repeat(3, axis=1)
     twice = jax.jit(jax.vmap(jax.vmap(function)))
     calls = re.findall(r"= \(?f64\[([\d,]*)\].*custom-call\(.*lapack_", twice.lower(K).compile().as_text())
