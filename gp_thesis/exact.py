@@ -28,7 +28,7 @@ from .likelihoods import (
     Likelihood, NegativeBinomial, Ordinal, Poisson, StudentT)
 from .linalg import (
     JITTER, add_diagonal, cholesky, factor_or_nan, fails_with_nan, log_density,
-    nan_on_failure, one_blas_thread, precise, solve_lower, solve_upper)
+    nan_on_failure, one_blas_thread, precise, quick_jit, solve_lower, solve_upper)
 from .parameters import Suggesting, unwrap
 from .products import project
 
@@ -84,7 +84,7 @@ class Posterior(eqx.Module):
         return self.marginals(Xs)[0]
 
 # %% ../nbs/12_regression.ipynb #c011
-@eqx.filter_jit
+@quick_jit
 @precise
 def _compiled(function, module, *arguments):
     "What the function returns on plain arrays, and whether all of it is finite."

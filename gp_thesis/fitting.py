@@ -25,7 +25,7 @@ from tqdm import tqdm
 from . import optimisers as why
 from .batches import as_batches, check_rows, is_positive_integer, spans, spread
 from .checkpoints import Checkpoints, fingerprint, last_whole, named, revived
-from .linalg import one_blas_thread
+from .linalg import one_blas_thread, quick_jit
 from .optimisers import State, descend, failure, initial_state, lbfgs
 from .parameters import (
     Parameter, is_frozen, is_parameter, log_prior, partition, suggesting, unwrap)
@@ -183,7 +183,7 @@ def _loss(trainable, step, rest, supply, first, key):
     return negative_objective(trainable, rest, batch, supply.num_data, draw)
 
 
-@eqx.filter_jit
+@quick_jit
 def _chunk(state, rest, supply, key, span, tolerance, optimiser):
     "The steps of a span: the state, and the objective at each of them."
     loss = lambda trainable, step: _loss(trainable, step, rest, supply, span.first, key)

@@ -318,15 +318,28 @@ class Bernoulli(Likelihood):
         return p, p * q  # @eq-bernoulli-moments
 
 # %% ../nbs/11_likelihoods.ipynb #p007
-def normal_hazard(z: Array) -> Array:
-    "N(z | 0, 1) / Φ(z), the derivative of log Φ(z), exact to rounding in both tails."
+def _hazard_and_rest(z):
+    "λ(z) and z + λ(z)."
     right = z > -5.0
     body, u = jnp.where(right, z, -5.0), jnp.where(right, 5.0, -z)
-    tail = u
-    for level in range(20, 0, -1):
-        tail = u + level / tail  # @eq-normal-hazard
+    below = u
+    for level in range(20, 1, -1):
+        below = u + level / below  # @eq-normal-hazard
     in_body = jnp.exp(-0.5 * (body**2 + math.log(2 * math.pi)) - log_ndtr(body))
-    return jnp.where(right, in_body, tail)
+    return (jnp.where(right, in_body, u + 1 / below),
+            jnp.where(right, body + in_body, 1 / below))
+
+
+@jax.custom_jvp
+def normal_hazard(z: Array) -> Array:
+    "N(z | 0, 1) / Φ(z), the derivative of log Φ(z), exact to rounding in both tails."
+    return _hazard_and_rest(z)[0]
+
+
+@normal_hazard.defjvp
+def _normal_hazard_jvp(primals, tangents):
+    hazard, rest = _hazard_and_rest(*primals)
+    return hazard, -hazard * rest * tangents[0]
 
 
 @jax.custom_jvp
@@ -863,9 +876,10 @@ def log_normal_interval(
     reflect = a + b > 0
     low, high = jnp.where(reflect, -b, a), jnp.where(reflect, -a, b)
     bounded = jnp.isfinite(low)
-    below = log_normal_cdf(jnp.where(bounded, low, high - 1)) - log_normal_cdf(high)
+    within = log_normal_cdf(high)
+    below = log_normal_cdf(jnp.where(bounded, low, high - 1)) - within
     rest = jnp.maximum(-jnp.expm1(below), jnp.finfo(below.dtype).tiny)
-    return log_normal_cdf(high) + jnp.where(bounded, jnp.log(rest), 0)
+    return within + jnp.where(bounded, jnp.log(rest), 0)
 
 # %% ../nbs/11_likelihoods.ipynb #b011a
 class Edges(eqx.Module):

@@ -21,10 +21,10 @@ from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, PyTree
 from scipy.optimize import OptimizeResult, minimize
 
-from .linalg import nan_on_failure
+from .linalg import nan_on_failure, quick_jit
 
 # %% ../nbs/08_optimisers.ipynb #a014b
-@eqx.filter_jit
+@quick_jit
 def flat_value_and_gradient(
     loss: Callable,  # Of a tree and further arguments
     flat: Array,  # (n,), the arrays of the tree end to end

@@ -4,6 +4,7 @@ Each runs in a process of its own, two at a time, so that its memory goes back w
 that has imported what most of them need, and share one cache of compiled programs. One line for each with its processor time and peak memory, the output of what failed, the slowest ten,
 and a last line of sums. No NAMEs: all; else only what contains one. Times are printed and never judged."""
 
+import gc
 import multiprocessing
 import os
 import re
@@ -71,6 +72,7 @@ def work(name: str, output: str, answer) -> None:
     with open(output, "wb") as file:
         os.dup2(file.fileno(), 1), os.dup2(file.fileno(), 2)
     signal.signal(signal.SIGINT, signal.default_int_handler)                    # a fork of the server would ignore it
+    gc.freeze(), gc.set_threshold(100_000, 50, 100)                             # little of what tracing makes is garbage
     os.chdir(TOP)
     sys.argv = [name]
     failed = True
