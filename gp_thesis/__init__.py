@@ -12,6 +12,13 @@ Importing this package leaves JAX's configuration as it is and loads no notebook
 plotting library.
 """
 
+import json as _json
+import sys as _sys
+from operator import attrgetter as _attrgetter
+from pathlib import Path as _Path
+
+import equinox as _eqx
+
 from .checkpoints import load, save
 from .ep import EP, GFITC, SparseMeanField, WeakBound, weak_bound
 from .exact import (
@@ -38,12 +45,28 @@ from .svgp import SVGP, VariationalGaussian, adadelta, kmeans_centres, natural_g
 from .variational import VGP, MeanField, PointPosterior, WhitenedVGP
 
 
+def _explain():
+    """For `help()`: docstrings with equations and works by number and year, and with what
+    the comments beside arguments say, in the place of those of the source."""
+    texts = _json.loads(_Path(__file__).with_name("help.json").read_text("utf-8"))
+    for module, members in texts.items():
+        loaded = _sys.modules.get(f"{__name__}.{module}")
+        for name, text in members.items() if loaded else ():
+            member = _attrgetter(name)(loaded)
+            member = getattr(member, "__func__", member)  # of a method of the class
+            frozen = isinstance(member, _eqx.Module)      # a compiled function
+            (object.__setattr__ if frozen else setattr)(member, "__doc__", text)
+
+
 def __getattr__(name):
     "`GPRegressor` and `GPClassifier`, which need scikit-learn, when asked for."
     if name in ("GPRegressor", "GPClassifier"):
         from . import estimators
+        _explain()
         return getattr(estimators, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 __version__ = "0.1.0"
+
+_explain()

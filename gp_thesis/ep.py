@@ -234,10 +234,10 @@ def ep_evidence(s: Settled, theta) -> Array:
 # %% ../nbs/31_expectation_propagation.ipynb #c022
 class Sited(Approximation):
     "Rounds of EP, anew in every call, under the `prior` that a subclass chooses."
-    model: GP
+    model: GP  # what is believed of f and y
     # Of its step that a site takes at most:
     rate: float = eqx.field(default=1.0, static=True, kw_only=True)
-    # The largest misfit @eq-ep-misfit that counts as none:
+    # The largest misfit, @eq-ep-misfit, that counts as none:
     tolerance: float = eqx.field(default=1e-6, static=True, kw_only=True)
     # How many to take at most:
     rounds: int = eqx.field(default=200, static=True, kw_only=True)
@@ -326,7 +326,7 @@ class GFITC(Sited):
     For any likelihood with one latent function, y (N,). With a Gaussian one it is
     `FITC`, and with all inputs for inducing points it is `EP`. Settings as for `EP`.
     O(N M²) time for a round and O(N M) memory."""
-    inducing: InducingVariables
+    inducing: InducingVariables  # such as InducingPoints(Z)
 
     def prior(self, X):
         return fitc_prior(self.model, self.inducing, X)
@@ -436,8 +436,8 @@ def check_probit(model):
 class TwoStage(Approximation):
     """Bounds for labels through the probit link that put inducing variables into the
     prior first, @eq-first-stage. Subclasses give `bound` and `whitened`, q(v)."""
-    model: GP
-    inducing: InducingVariables
+    model: GP  # what is believed of f and y
+    inducing: InducingVariables  # such as InducingPoints(Z)
     needs_all_rows: ClassVar[bool] = True
     posterior_needs: ClassVar[tuple[str, ...]] = ("X", "y")
 
@@ -466,7 +466,7 @@ class TwoStage(Approximation):
 
 # %% ../nbs/31_expectation_propagation.ipynb #c042
 class SparseMeanField(TwoStage):
-    """The sparse mean field bound @eq-sparse-mean-field: a truncated Gaussian for the
+    """The sparse mean field bound, @eq-sparse-mean-field: a truncated Gaussian for the
     convolved value g behind each label, with the best centres in every call.
 
     q(f) is taken for Gaussian with the moments of @eq-mean-field-moments. O(N M²) time

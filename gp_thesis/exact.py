@@ -35,9 +35,9 @@ from .products import project
 # %% ../nbs/12_regression.ipynb #c007
 class GP(eqx.Module, metaclass=Suggesting):
     "f is a Gaussian process, and y depends on f through the likelihood."
-    kernel: Kernel
-    likelihood: Likelihood
-    mean: Mean = Zero()
+    kernel: Kernel          # the covariance of f
+    likelihood: Likelihood  # how y depends on f
+    mean: Mean = Zero()     # m(x)
 
     def __check_init__(self):
         kinds = {"kernel": Kernel, "likelihood": Likelihood, "mean": Mean}
@@ -353,7 +353,7 @@ def caution_jitter(model, X):
 # %% ../nbs/12_regression.ipynb #c016
 class Exact(Approximation):
     "Exact inference, for a Gaussian likelihood: O(N³) time and O(N²) memory."
-    model: GP
+    model: GP  # what is believed of f and y
     needs_all_rows: ClassVar[bool] = True
     posterior_needs: ClassVar[tuple[str, ...]] = ("X", "y")
 

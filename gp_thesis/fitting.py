@@ -56,7 +56,7 @@ class History(NamedTuple):
 class Fit(NamedTuple):
     "The result of `fit`."
     approx: eqx.Module  # what was passed, with fitted parameters
-    history: History
+    history: History  # of the objective, and the seconds it took
     steps: int  # how many were taken
     converged: bool  # whether it stopped because there was nothing left to gain
     message: str  # why it stopped

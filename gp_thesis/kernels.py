@@ -115,7 +115,8 @@ class Kernel(eqx.Module, metaclass=Suggesting):
     They get checked inputs, (N, D) and (N2, D), with the active columns only, and plain
     arrays for parameters. X2 is None where X is compared with itself."""
     active_dims: tuple[int, ...] | None = eqx.field(
-        default=None, converter=as_columns, static=True, kw_only=True)
+        default=None, converter=as_columns, static=True, kw_only=True
+    )  # columns of X that it looks at; None: all
 
     @precise
     def __call__(self, X, X2=None) -> Float[Array, "N N2"]:
@@ -150,7 +151,7 @@ class Kernel(eqx.Module, metaclass=Suggesting):
 # %% ../nbs/10_processes.ipynb #c025
 class Composite(Kernel):
     "Several kernels made into one, entry by entry. Each part picks its own columns."
-    kernels: tuple[Kernel, ...] = eqx.field(converter=tuple)
+    kernels: tuple[Kernel, ...] = eqx.field(converter=tuple)  # two or more
     __check_init__ = lambda self: check_kernels(self.kernels)
 
     def covariance(self, X, X2=None):
@@ -206,7 +207,7 @@ _positive = partial(_field, positive, default=1.0)
 
 class Constant(Kernel):
     "k(x, x') = σ²: a random offset."
-    variance: Parameter = _positive("variance")
+    variance: Parameter = _positive("variance")  # a positive number
 
     def covariance(self, X, X2=None):
         shape = len(X), len(X if X2 is None else X2)
@@ -218,7 +219,7 @@ class Constant(Kernel):
 
 class White(Kernel):
     "k(xᵢ, xⱼ) = σ² δᵢⱼ, @eq-white: every row's own noise; a separate X2 shares none."
-    variance: Parameter = _positive("variance")
+    variance: Parameter = _positive("variance")  # a positive number
 
     def covariance(self, X, X2=None):
         if X2 is not None:
@@ -239,7 +240,7 @@ def check_ard(value, X, name: str):
 
 class Linear(Kernel):
     "k(x, x') = Σ_d σ_d² x_d x'_d, @eq-linear: linear functions through the origin."
-    variance: Parameter = _positive("variance", axes=(0, 1))
+    variance: Parameter = _positive("variance", axes=(0, 1))  # one, or (D,)
 
     def covariance(self, X, X2=None):
         X2 = X if X2 is None else X2
@@ -251,8 +252,8 @@ class Linear(Kernel):
 
 class Polynomial(Linear):
     "k(x, x') = (Σ_d σ_d² x_d x'_d + c)^p, @eq-linear: `degree` is p and `offset` c."
-    offset: Parameter = _positive("offset")
-    degree: int = eqx.field(default=2, static=True)
+    offset: Parameter = _positive("offset")  # added to the product, positive
+    degree: int = eqx.field(default=2, static=True)  # a positive integer
 
     def __check_init__(self):
         if not isinstance(self.degree, int) or self.degree < 1:
@@ -267,7 +268,7 @@ class Polynomial(Linear):
 # %% ../nbs/10_processes.ipynb #c031
 class Wiener(Kernel):
     "k(x, x') = σ² min(x, x') for x, x' ≥ 0, @eq-wiener; σ² is the source's λ² / l."
-    variance: Parameter = _positive("variance")
+    variance: Parameter = _positive("variance")  # a positive number
 
     def covariance(self, X, X2=None):
         X2 = X if X2 is None else X2
@@ -361,8 +362,8 @@ def _squared_distance_jvp(primals, tangents):
 # %% ../nbs/10_processes.ipynb #c042
 class Stationary(Kernel):
     "k(x, x') = σ² ρ(r²), r of @eq-distance. Subclasses write the `correlation` ρ."
-    lengthscale: Parameter = _positive("lengthscale", axes=(0, 1))
-    variance: Parameter = _positive("variance")
+    lengthscale: Parameter = _positive("lengthscale", axes=(0, 1))  # one, or (D,)
+    variance: Parameter = _positive("variance")  # of f(x)
 
     def scale(self, X):
         "Inputs in units of the lengthscale."
@@ -452,7 +453,7 @@ class Matern52(Stationary):
 # %% ../nbs/10_processes.ipynb #c049b
 class RationalQuadratic(Stationary):
     "k(x, x') = σ² (1 + r² / 2α)^-α, @eq-rational-quadratic: RBFs of many lengthscales."
-    alpha: Parameter = _positive("alpha")
+    alpha: Parameter = _positive("alpha")  # the smaller, the more lengthscales
 
     def correlation(self, r2):
         return jnp.exp(-self.alpha * jnp.log1p(r2 / (2 * self.alpha)))
@@ -481,7 +482,7 @@ class Cosine(Stationary):
 class Periodic(RBF):
     """k(x, x') = σ² exp(-2 Σ_d sin²(π (x_d - x'_d) / p_d) / ℓ_d²), @eq-periodic: an RBF
     on circles; p is `period`."""
-    period: Parameter = _positive("period", axes=(0, 1))
+    period: Parameter = _positive("period", axes=(0, 1))  # one, or (D,)
 
     def scale(self, X):
         "Points on the circles, in units of the lengthscale, (N, 2D)."
@@ -517,7 +518,7 @@ class IdentityMean(Mean):
 # %% ../nbs/10_processes.ipynb #c053a
 class ConstantMean(Mean):
     "m(x) = c, @eq-means: `value` is one number, or (P,) for P functions."
-    value: Parameter = _field(free, "value", axes=(0, 1), default=0.0)
+    value: Parameter = _field(free, "value", axes=(0, 1), default=0.0)  # one, or (P,)
 
     def evaluate(self, X):
         return jnp.broadcast_to(self.value, (len(X), *jnp.shape(self.value)))
@@ -526,8 +527,8 @@ class ConstantMean(Mean):
 class LinearMean(Mean):
     """m(x) = Wᵀx + c, @eq-means: `weights` are (D,), or (D, P) for P functions; `bias`
     is one number, or (P,)."""
-    weights: Parameter = _field(free, "weights", axes=(1, 2))
-    bias: Parameter = _field(free, "bias", axes=(0, 1), default=0.0)
+    weights: Parameter = _field(free, "weights", axes=(1, 2))  # (D,) or (D, P)
+    bias: Parameter = _field(free, "bias", axes=(0, 1), default=0.0)  # one, or (P,)
 
     def __check_init__(self):
         weights, bias = (jnp.shape(unwrap(each)) for each in (self.weights, self.bias))
@@ -545,8 +546,8 @@ class LinearMean(Mean):
 # %% ../nbs/10_processes.ipynb #c055
 class Process(eqx.Module, metaclass=Suggesting):
     "f ~ GP(m, k), @eq-gram: what is believed about a function before any data."
-    kernel: Kernel
-    mean: Mean = Zero()
+    kernel: Kernel       # the covariance of f
+    mean: Mean = Zero()  # m(x)
 
     def __check_init__(self):
         for name, kind in (("kernel", Kernel), ("mean", Mean)):
@@ -576,10 +577,10 @@ def _draw(key, mean, K, n):
 # %% ../nbs/10_processes.ipynb #c055b
 def sample_prior(
     key,  # A JAX random key
-    kernel: Kernel,
+    kernel: Kernel,  # The covariance of f
     X,  # Inputs, (N, D)
-    num_samples: int = 1,
-    mean: Mean = Zero(),
+    num_samples: int = 1,  # How many functions
+    mean: Mean = Zero(),  # m(x)
 ) -> Float[Array, "num_samples N *P"]:
     "Draws of f(X) from the process with this kernel and mean, as `Process.sample`."
     return Process(kernel, mean).sample(key, X, num_samples)
@@ -663,7 +664,7 @@ class Independent(Kernel):
 
     For `Process` and for approximations with a kernel for each latent function, such as
     SVGP. Others ask for one covariance, and that raises ValueError."""
-    kernels: tuple[Kernel, ...] = eqx.field(converter=tuple)
+    kernels: tuple[Kernel, ...] = eqx.field(converter=tuple)  # two or more
 
     def __check_init__(self):
         check_kernels(self.kernels)

@@ -287,7 +287,7 @@ LINKS = {"probit": (ndtr, log_ndtr), "logit": (jax.nn.sigmoid, jax.nn.log_sigmoi
 class Bernoulli(Likelihood):
     """Labels 0 and 1: p(y = 1 | f) is Φ(f) for the link 'probit' and 1 / (1 + exp(-f))
     for 'logit', @eq-bernoulli. Raises ValueError for another link."""
-    link: str = eqx.field(default="probit", static=True)
+    link: str = eqx.field(default="probit", static=True)  # or "logit"
     support = constraints.boolean
     accepts = "labels 0 or 1"
 
@@ -358,7 +358,7 @@ class Multiclass(Likelihood):
     @eq-categorical. `predict_mean_and_var` gives probabilities p and p (1 - p), (N, C).
 
     A subclass defines all integrals. ValueError unless `num_classes` is 2 or more."""
-    num_classes: int = eqx.field(static=True)
+    num_classes: int = eqx.field(static=True)  # C
 
     def __check_init__(self):
         C = self.num_classes
@@ -418,7 +418,7 @@ def probability_largest(
 class RobustMax(Multiclass):
     """The class whose function is largest, but with probability `epsilon` another one,
     @eq-robust-max. Raises ValueError unless `epsilon` lies strictly between 0 and 1."""
-    epsilon: float = eqx.field(default=1e-3, static=True)
+    epsilon: float = eqx.field(default=1e-3, static=True)  # ε, mistaken labels
 
     def __check_init__(self):
         if not 0 < (e := self.epsilon) < 1:
@@ -603,7 +603,7 @@ class LogRate(Likelihood):
 # %% ../nbs/11_likelihoods.ipynb #n020a
 class Exposures(PerRow):
     "Counts of what happens at the rate exp(f), with exposures for sizes."
-    binsize: float | None = eqx.field(default=1.0, static=True)
+    binsize: float | None = eqx.field(default=1.0, static=True)  # None: y is (N, 2)
     size, rows = "binsize", "a count and an exposure"
     size_support, size_accepts = constraints.positive, "positive exposures"
     support = constraints.nonnegative_integer
@@ -800,8 +800,8 @@ class Binomial(Trials, LogConcave):
     trials; moments of y are those of one trial.
 
     Raises ValueError unless `trials` is None or a positive integer, or for a link."""
-    trials: int | None = eqx.field(static=True)
-    link: str = eqx.field(default="probit", static=True)
+    trials: int | None = eqx.field(static=True)  # n of every row; None: y is (N, 2)
+    link: str = eqx.field(default="probit", static=True)  # or "logit"
     label = property(lambda c: Bernoulli(c.link))  # one trial
 
     def __check_init__(self):
@@ -916,7 +916,7 @@ class Ordinal(LogConcave):
     """Labels 0, ..., K - 1 in an order: between which of K - 1 `edges` the sum of f and
     standard normal noise lies, @eq-ordinal. The edges are trained; start them at
     increasing numbers. Moments of y take the labels for numbers."""
-    edges: Edges = eqx.field(converter=as_edges)
+    edges: Edges = eqx.field(converter=as_edges)  # (K - 1,), increasing
     num_classes = property(lambda c: len(c.edges) + 1)
     support = property(lambda c: constraints.integer_interval(0, c.num_classes - 1))
     accepts = property(lambda c: f"labels 0, ..., {c.num_classes - 1}")

@@ -177,25 +177,41 @@ def _bijection(constraint):
     return _FillTriangle()
 
 # %% ../nbs/01_parameters.ipynb #c011
-def positive(value, prior=None, name: str = "value") -> Parameter:
+def positive(
+    value,  # A number or an array
+    prior=None,  # A numpyro distribution over it
+    name: str = "value",  # What an error calls it
+) -> Parameter:
     "A parameter whose elements are positive, through softplus."
     return parameter(value, constraints.softplus_positive, "positive", prior, name)
 
 
-def unit_interval(value, prior=None, name: str = "value") -> Parameter:
+def unit_interval(
+    value,  # A number or an array
+    prior=None,  # A numpyro distribution over it
+    name: str = "value",  # What an error calls it
+) -> Parameter:
     "A parameter whose elements lie strictly between 0 and 1, through the logistic."
     accepted = "strictly between 0 and 1"
     return parameter(value, constraints.open_interval(0.0, 1.0), accepted, prior, name)
 
 
-def lower_triangular(value, prior=None, name: str = "value") -> Parameter:
+def lower_triangular(
+    value,  # A number or an array
+    prior=None,  # A numpyro distribution over it
+    name: str = "value",  # What an error calls it
+) -> Parameter:
     """A parameter (..., M, M), lower triangular with a positive diagonal, such as a
     Cholesky factor; stored as (..., M (M + 1) / 2)."""
     accepted = "lower triangular with a positive diagonal"
     return parameter(value, LOWER_CHOLESKY, accepted, prior, name)
 
 
-def free(value, prior=None, name: str = "value") -> Parameter:
+def free(
+    value,  # A number or an array
+    prior=None,  # A numpyro distribution over it
+    name: str = "value",  # What an error calls it
+) -> Parameter:
     "A parameter without constraint, such as the inputs of inducing points."
     return parameter(value, constraints.real, "real", prior, name)
 

@@ -148,8 +148,8 @@ def posterior_of(approx, L, statistics):
 # %% ../nbs/23_sparse_regression.ipynb #c034
 class EvidenceInterval(NamedTuple):
     "log p(y) lies between. The difference bounds KL[Q‖P̂] of VFE, @eq-kl-bound."
-    lower: Array
-    upper: Array
+    lower: Array  # a bound of log p(y) from below
+    upper: Array  # and one from above
 
     @property
     def kl_bound(self):
@@ -220,8 +220,8 @@ class SparseRegression(Approximation):
     """Gaussian noise and inducing variables: closed forms of `Statistics` that add up.
 
     Subclasses say at which `power`, in which `blocks`, and whether it is `priced`."""
-    model: GP
-    inducing: InducingVariables
+    model: GP  # with a Gaussian likelihood
+    inducing: InducingVariables  # such as InducingPoints(Z)
     needs_all_rows: ClassVar[bool] = True
     posterior_needs: ClassVar[tuple[str, ...]] = ("X", "y")
 
@@ -307,21 +307,27 @@ class DTC(SparseRegression):
 
 
 @suggesting
-def VFE(model: GP, inducing: InducingVariables) -> PowerEPRegression:
+def VFE(
+    model: GP,  # With a Gaussian likelihood
+    inducing: InducingVariables,  # Such as InducingPoints(Z)
+) -> PowerEPRegression:
     "The variational free energy, @eq-vfe: power 0."
     return PowerEPRegression(model, inducing, power=0.0)
 
 
 @suggesting
-def FITC(model: GP, inducing: InducingVariables) -> PowerEPRegression:
+def FITC(
+    model: GP,  # With a Gaussian likelihood
+    inducing: InducingVariables,  # Such as InducingPoints(Z)
+) -> PowerEPRegression:
     "The fully independent training conditional, which is EP: power 1, single rows."
     return PowerEPRegression(model, inducing, power=1.0)
 
 
 @suggesting
 def PITC(
-    model: GP,
-    inducing: InducingVariables,
+    model: GP,  # With a Gaussian likelihood
+    inducing: InducingVariables,  # Such as InducingPoints(Z)
     blocks,  # Vectors of row numbers that partition the rows
 ) -> PowerEPRegression:
     "The partially independent training conditional: power 1 and these blocks."

@@ -52,7 +52,7 @@ class SVGP(Approximation):
     For any likelihood, and any size of data: the bound is a sum over rows, so that a
     minibatch gives an unbiased estimate. P latent functions are independent under q.
     O(B M² + M³) time for B rows, P times that. [@hensman2015scalable]"""
-    model: GP
+    model: GP  # what is believed of f and y
     inducing: InducingVariables | tuple[InducingVariables, ...]
     q: VariationalGaussian                  # of v = L⁻¹ u if `whiten`, else of u
     whiten: bool = eqx.field(static=True)
@@ -328,7 +328,7 @@ def adadelta(
 def kmeans_centres(
     X,  # Inputs, (N, D)
     num_inducing: int,  # M
-    seed: int = 0,
+    seed: int = 0,  # Of the draws that it begins with
 ) -> np.ndarray:  # (M, D)
     """Where inducing points may start: the centres of M clusters of the inputs.
 

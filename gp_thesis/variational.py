@@ -141,12 +141,15 @@ class MeanField(Approximation):
     For any likelihood, one output. N parameters; O(N³) time, O(N²) memory. No
     correlation is kept, and s_i² is what the prior leaves of the variance of f_i when
     all others are known: very little for smooth functions and close inputs."""
-    model: GP
+    model: GP  # what is believed of f and y
     a: Parameter   # (N,), the centres about the prior mean
     needs_all_rows: ClassVar[bool] = True
     posterior_needs: ClassVar[tuple[str, ...]] = ("X", "y")
 
-    def __init__(self, model: GP, num_data: int):
+    def __init__(
+        self, model: GP,
+        num_data: int,  # N
+    ):
         self.model, self.a = model, free(zeros_for(model, num_data))
 
     def bound(self, X, y):
@@ -252,7 +255,7 @@ class VGP(Approximation):
     """q(f(X)) is the posterior of made-up data, @eq-opper-archambeau. For any
     likelihood; the best of all Gaussians if its log density is concave in f. P latent
     functions are independent. 2 N P parameters, O(P N³) time."""
-    model: GP
+    model: GP  # what is believed of f and y
     targets: Parameter     # (N,) or (N, P), made-up observations of f(X)
     precision: Parameter   # (N,) or (N, P), inverse variances of their noise
     needs_all_rows: ClassVar[bool] = True
@@ -377,7 +380,7 @@ class WhitenedVGP(Approximation):
 
     For any likelihood. P latent functions are independent. P N (N + 3) / 2 parameters;
     O(P N³) time and O(P N²) memory."""
-    model: GP
+    model: GP  # what is believed of f and y
     m: Parameter         # (N,) or (N, P)
     S_factor: Parameter  # (N, N) or (P, N, N), lower triangular
     needs_all_rows: ClassVar[bool] = True

@@ -85,6 +85,26 @@ def test_import_needs_no_extra(top):
     assert done.returncode == 0, done.stderr
 
 
+HELP = """
+import inspect, re
+import gp_thesis as gpt
+from gp_thesis import linalg
+public = {name: getattr(gpt, name) for name in dir(gpt) if not name.startswith("_")}
+raw = [name for name, member in public.items() if re.search(r"@(eq|fig|tbl|thm)-|\\[@", inspect.getdoc(member) or "")]
+assert not raw, raw
+for member, argument in ((gpt.SVGP, "whiten"), (gpt.RBF, "active_dims"), (gpt.Fit, "message"), (gpt.fit, "restarts"), (gpt.EP, "rounds"),
+                         (gpt.GPRegressor, "kernel"), (linalg.log_density, "diagonal")):
+    assert re.search(rf"^    {argument}: \\S", inspect.getdoc(member), re.M), (member, argument)
+assert re.search(r"equation 30\\.\\d+", gpt.SVGP.__doc__) and "(Hensman et al., 2015)" in gpt.SVGP.__doc__
+print(inspect.getdoc(gpt.Exact.objective))
+"""
+
+
+def test_help_shows_numbers_names_and_what_arguments_mean(top):
+    done = python(HELP, top)
+    assert done.returncode == 0 and "A batch is (X, y)" in done.stdout, done.stderr
+
+
 def test_the_version_stands_in_one_place(top):
     project = tomllib.loads((top / "pyproject.toml").read_text())["project"]
     assert "version" not in project and project["dynamic"] == ["version"]
