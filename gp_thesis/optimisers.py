@@ -91,7 +91,8 @@ class _Search:
             raise StopIteration                                   # no place to be
         self.point, self.met, self.walled = self.trial, False, self.met
         place, value, gradient = self.point
-        self.flat = steepness(place, gradient) <= self.tolerance
+        slope = np.max(np.abs(gradient) * np.maximum(1.0, np.abs(place)))  # `steepness`
+        self.flat = slope <= self.tolerance
         if self.record(place, value) or self.flat:
             raise StopIteration
 

@@ -36,6 +36,12 @@ class _ReadAsNumbers:
         return np.array(self.value, dtype)
 
 # %% ../nbs/01_parameters.ipynb #c008
+def _in_numpy(constraint, numbers) -> bool:
+    "Whether NumPy will do: softplus of what is there has nothing to compile."
+    there = isinstance(numbers, jax.Array) and not isinstance(numbers, jax.core.Tracer)
+    return there and constraint is constraints.softplus_positive
+
+
 class Parameter(_ReadAsNumbers, AbstractUnwrappable):
     "A constrained `value` = g(`unconstrained`), @eq-bijection, perhaps with a prior."
     unconstrained: Array
@@ -49,12 +55,20 @@ class Parameter(_ReadAsNumbers, AbstractUnwrappable):
         prior=None,  # A numpyro distribution over `value`, or nothing
     ):
         self.constraint = constraint
-        free = constraint is constraints.real
-        self.unconstrained = value if free else _inverse(biject_to(constraint), value)
+        if _in_numpy(constraint, value):
+            x = np.asarray(value)
+            self.unconstrained = jax.device_put(x + np.log(-np.expm1(-x)))
+        elif constraint is constraints.real:
+            self.unconstrained = value
+        else:
+            self.unconstrained = _inverse(biject_to(constraint), value)
         self.prior = None if prior is None else NonTrainable(prior)
 
     def unwrap(self) -> Array:
         v = jnp.asarray(self.unconstrained)
+        if _in_numpy(self.constraint, v):
+            with np.errstate(invalid="ignore"):  # NaN stays NaN
+                return jax.device_put(np.logaddexp(np.asarray(v), 0))
         return biject_to(self.constraint)(v).astype(v.dtype)
 
     @property
