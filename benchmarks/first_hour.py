@@ -15,8 +15,7 @@ import time
 from pathlib import Path
 
 import numpy as np
-from machine import facts
-from report import OURS, RESULTS, write
+from report import OURS, recorded, write
 from run import in_process
 
 REGRESSION = ("exact RBF", "exact Matern52", "VFE", "FITC", "power 0.5", "SVGP")
@@ -210,9 +209,7 @@ def main() -> int:
     if options.worker:
         print(json.dumps(worker(*options.worker)))
         return 0
-    file, failed = RESULTS / "first_hour.json", 0
-    before = json.loads(file.read_text()) if file.exists() else {}
-    runs = before["runs"] if before.get("machine") == facts() else {}
+    runs, failed = recorded("first_hour").get("runs", {}), 0
     print(f"{'':<16}{'method':<16}{'library':<11}{'objective':>11}{'error':>9}{'density':>9}{'wall s':>9}{'processor s':>13}")
     for name in options.names or PROBLEMS:
         runs[name] = {}

@@ -56,6 +56,13 @@ def show(dtype: str, rows: dict[str, dict], failures: dict[str, str], ratio: flo
     print("" if ratio is None else f"ours / fastest peer: {ratio:.3f}\n", flush=True)
 
 
+def recorded(name: str) -> dict:
+    "What results/NAME.json holds from this kind of machine, so that a benchmark can be run in parts."
+    file = RESULTS / f"{name}.json"
+    contents = json.loads(file.read_text()) if file.exists() else {}
+    return contents if contents.get("machine") == facts() else {}
+
+
 def write(name: str, contents: dict) -> None:
     "results/NAME.json, with the date and the machine."
     RESULTS.mkdir(exist_ok=True)

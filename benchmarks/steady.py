@@ -1,10 +1,11 @@
 """The spread of fifty evaluations of the evidence and its gradient with two busy processes beside.
 
-    python benchmarks/steady.py [--no-write]
+    python benchmarks/steady.py [--no-write] [rows ...]
 
 Three ways: by a program of the user's own as JAX runs it, where LAPACK has a thread for each core; by the same program
 within `one_blas_thread`; and the value alone by the method, which is always within it. Seconds of the wall clock, and of the
-processor over all threads. Writes results/steady.json."""
+processor over all threads. Writes results/steady.json after each number of rows, and keeps what it holds of others from the same
+kind of machine; 5000 rows take a quarter of an hour."""
 
 import argparse
 import json
@@ -15,7 +16,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 
 import numpy as np
 from problems import regression
-from report import write
+from report import recorded, write
 from run import in_process
 
 SIZES, REPETITIONS, BUSY = (300, 691, 2000, 5000), 50, 2
@@ -58,15 +59,16 @@ def evaluations(size: int) -> dict:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("rows", nargs="*", type=int, help=f"{SIZES} by default")
     parser.add_argument("--no-write", dest="write", action="store_false", help="leave results/ alone")
     parser.add_argument("--size", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.size:
         print(json.dumps(evaluations(options.size)))
         return 0
-    results = {}
+    results = recorded("steady").get("rows", {})
     print(f"{'rows':>6} {'':<30}{'wall: least':>12}{'median':>9}{'most':>9}{'processor: median':>19}{'most':>9}   milliseconds")
-    for size in SIZES:
+    for size in map(str, options.rows or SIZES):
         with ExitStack() as stack:
             for _ in range(BUSY):
                 stack.enter_context(busy_process())
@@ -77,10 +79,10 @@ def main() -> int:
             return 1
         for way, times in results[size].items():
             wall, processor = (1e3 * np.array(times[kind]) for kind in ("wall", "processor"))
-            print(f"{size:6} {way:<30}{wall.min():12.1f}{np.median(wall):9.1f}{wall.max():9.1f}"
+            print(f"{size:>6} {way:<30}{wall.min():12.1f}{np.median(wall):9.1f}{wall.max():9.1f}"
                   f"{np.median(processor):19.1f}{processor.max():9.1f}", flush=True)
-    if options.write:
-        write("steady", {"title": __doc__.splitlines()[0], "busy processes": BUSY, "rows": results})
+        if options.write:
+            write("steady", {"title": __doc__.splitlines()[0], "busy processes": BUSY, "rows": results})
     return 0
 
 
