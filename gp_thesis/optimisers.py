@@ -61,8 +61,7 @@ class _Search:
     def __init__(self, function, record, tolerance):
         self.function, self.record, self.tolerance = function, record, tolerance
         self.trial = self.point = None    # place, value and gradient, if finite
-        self.met = self.walled = False    # a wall, in this search and in the last one
-        self.flat = False                 # at the last point
+        self.met = self.walled = self.flat = False  # a wall now, before; no slope left
 
     def evaluate(self, v):
         self.trial = None
@@ -90,9 +89,9 @@ class _Search:
         if self.trial is None:
             raise StopIteration                                   # no place to be
         self.point, self.met, self.walled = self.trial, False, self.met
-        place, value, gradient = self.point
-        slope = np.max(np.abs(gradient) * np.maximum(1.0, np.abs(place)))  # `steepness`
-        self.flat = slope <= self.tolerance
+        place, value, gradient = self.trial
+        slopes = np.abs(gradient) * np.maximum(1.0, np.abs(place))    # as `steepness`
+        self.flat = slopes.max() <= self.tolerance
         if self.record(place, value) or self.flat:
             raise StopIteration
 

@@ -35,13 +35,23 @@ class _ReadAsNumbers:
     def __array__(self, dtype=None, copy=None):
         return np.array(self.value, dtype)
 
-# %% ../nbs/01_parameters.ipynb #c008
+
 def _in_numpy(constraint, numbers) -> bool:
     "Whether NumPy will do: softplus of what is there has nothing to compile."
     there = isinstance(numbers, jax.Array) and not isinstance(numbers, jax.core.Tracer)
     return there and constraint is constraints.softplus_positive
 
 
+def _inverse_of(constraint, value):
+    "The unconstrained number."
+    if _in_numpy(constraint, value):
+        x = np.asarray(value)
+        return jax.device_put(x + np.log(-np.expm1(-x)))
+    if constraint is constraints.real:
+        return value
+    return _inverse(biject_to(constraint), value)
+
+# %% ../nbs/01_parameters.ipynb #c008
 class Parameter(_ReadAsNumbers, AbstractUnwrappable):
     "A constrained `value` = g(`unconstrained`), @eq-bijection, perhaps with a prior."
     unconstrained: Array
@@ -55,13 +65,7 @@ class Parameter(_ReadAsNumbers, AbstractUnwrappable):
         prior=None,  # A numpyro distribution over `value`, or nothing
     ):
         self.constraint = constraint
-        if _in_numpy(constraint, value):
-            x = np.asarray(value)
-            self.unconstrained = jax.device_put(x + np.log(-np.expm1(-x)))
-        elif constraint is constraints.real:
-            self.unconstrained = value
-        else:
-            self.unconstrained = _inverse(biject_to(constraint), value)
+        self.unconstrained = _inverse_of(constraint, value)
         self.prior = None if prior is None else NonTrainable(prior)
 
     def unwrap(self) -> Array:

@@ -7,6 +7,8 @@ import textwrap
 from conftest import TOP
 
 USE = """
+import gc
+gc.set_threshold(100_000, 50, 100)
 import jax, jax.numpy as jnp, numpy as np, pytest
 from jaxtyping import TypeCheckError, install_import_hook
 jax.config.update("jax_enable_x64", True)

@@ -58,7 +58,9 @@ class Done:
 def run(name: str) -> bool:
     "Whether `name`, a module, a notebook or a file of tests, failed."
     if name.endswith(".ipynb"):
+        from matplotlib_inline.config import InlineBackend
         from nbdev.test import test_nb
+        InlineBackend.instance(print_figure_kwargs={"bbox_inches": None})       # draws each figure once instead of twice
         return not test_nb(name, skip_flags=["notest"], basepath=".")[0]
     if name.endswith(".py"):
         import pytest
