@@ -46,7 +46,7 @@ from .variational import VGP, MeanField, PointPosterior, WhitenedVGP
 
 
 def _explain():
-    """For `help()`: docstrings with equations and works by number and year, and with what
+    """For `help()`: docstrings with equations and works by number and year, and what
     the comments beside arguments say, in the place of those of the source."""
     texts = _json.loads(_Path(__file__).with_name("help.json").read_text("utf-8"))
     for module, members in texts.items():

@@ -118,9 +118,9 @@ _nothing = jax.jit(lambda: 0)
 
 
 @cache
-def _compiler_options():
-    "The older emitters, on CPU and where this version of XLA still has them."
-    options = {"xla_cpu_use_fusion_emitters": False}
+def _compiler_options(newer="xla_cpu_use_fusion_emitters"):
+    "The older emitters, on CPU and where this version of XLA knows the option."
+    options = {newer: False}
     try:
         jax.jit(lambda: 0, compiler_options=options)()
     except jax.errors.JaxRuntimeError:
@@ -129,7 +129,7 @@ def _compiler_options():
 
 
 def quick_jit(function):
-    "`equinox.filter_jit`, whose programs for CPU are compiled sooner and run as fast."
+    "`equinox.filter_jit`, whose programs for CPU compile sooner and run about as fast."
     plain = eqx.filter_jit(function)
 
     @cache

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['REASONS', 'RUNNING', 'TAKEN', 'SETTLED', 'FLAT', 'NOT_FINITE', 'STOPPED', 'RAN_OUT', 'INTERRUPTED', 'NO_BETTER',
-           'WALLED', 'WINDOW', 'flat_value_and_gradient', 'steepness', 'lbfgs', 'not_finite', 'failure', 'State',
-           'initial_state', 'descend']
+           'WALLED', 'WINDOW', 'flat_value_and_gradient', 'slope_in_units', 'steepness', 'lbfgs', 'not_finite',
+           'failure', 'State', 'initial_state', 'descend']
 
 # %% ../nbs/08_optimisers.ipynb #a004
 from collections.abc import Callable
@@ -47,11 +47,15 @@ REASONS = ("running", "all steps were taken", "the objective settled",
  WALLED) = range(len(REASONS))
 
 # %% ../nbs/08_optimisers.ipynb #a013c
+def slope_in_units(gradient: Array, x: Array) -> Array:
+    "The largest entry of |gradient| max(1, |x|), of NumPy's arrays or JAX's."
+    return (abs(gradient) * abs(x).clip(1.0)).max()
+
+
 @jax.jit
 def steepness(trainable: PyTree, gradient: PyTree) -> Array:
     "The left of @eq-stopping: the slope, each parameter in units of its own size."
-    slope = lambda g, x: jnp.max(jnp.abs(g) * jnp.maximum(1.0, jnp.abs(x)))
-    slopes = jax.tree.leaves(jax.tree.map(slope, gradient, trainable))
+    slopes = jax.tree.leaves(jax.tree.map(slope_in_units, gradient, trainable))
     return jnp.max(jnp.stack(slopes))
 
 # %% ../nbs/08_optimisers.ipynb #a013b
@@ -90,8 +94,7 @@ class _Search:
             raise StopIteration                                   # no place to be
         self.point, self.met, self.walled = self.trial, False, self.met
         place, value, gradient = self.trial
-        slopes = np.abs(gradient) * np.maximum(1.0, np.abs(place))    # as `steepness`
-        self.flat = slopes.max() <= self.tolerance
+        self.flat = slope_in_units(gradient, place) <= self.tolerance
         if self.record(place, value) or self.flat:
             raise StopIteration
 

@@ -776,6 +776,14 @@ def test_moments_of_a_label_far_out(link, dtype):
         assert np.allclose(shrinkage[near], exact[:, 2] / var[near], atol=1e-4)
 
 
+def test_two_slopes_of_the_hazard_against_differences():
+    "The rule gives the first without the fraction; the second differentiates the rule. Both sides of -5, where it changes form."
+    z, h = np.array([-40.0, -9.0, -5.2, -4.8, -1.0, 0.5, 3.0]), 1e-5
+    for order in (normal_hazard, jax.grad(normal_hazard)):
+        value, slope = (jax.jit(jax.vmap(f)) for f in (order, jax.grad(order)))
+        assert np.allclose(slope(z), (value(z + h) - value(z - h)) / (2 * h), rtol=1e-5, atol=1e-9)
+
+
 def test_hazard_of_the_normal_in_both_tails_and_its_derivatives():
     z = np.concatenate([-np.geomspace(1e4, 1.0, 41), [-5.1, -5.0, -4.9, 0.0, 2.0, 10.0]])
     exact = np.sqrt(2 / np.pi) / erfcx(-z / np.sqrt(2))
