@@ -18,7 +18,7 @@ import numpy as np
 import optax
 from jax import lax
 from jax.flatten_util import ravel_pytree
-from jaxtyping import Array, PyTree
+from jaxtyping import Array, ArrayLike, PyTree
 from scipy.optimize import OptimizeResult, minimize
 
 from .linalg import nan_on_failure, quick_jit
@@ -47,7 +47,7 @@ REASONS = ("running", "all steps were taken", "the objective settled",
  WALLED) = range(len(REASONS))
 
 # %% ../nbs/08_optimisers.ipynb #a013c
-def slope_in_units(gradient: Array, x: Array) -> Array:
+def slope_in_units(gradient: ArrayLike, x: ArrayLike) -> ArrayLike:
     "The largest entry of |gradient| max(1, |x|), of NumPy's arrays or JAX's."
     return (abs(gradient) * abs(x).clip(1.0)).max()
 
