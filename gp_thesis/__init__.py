@@ -52,7 +52,10 @@ def _explain():
     for module, members in texts.items():
         loaded = _sys.modules.get(f"{__name__}.{module}")
         for name, text in members.items() if loaded else ():
-            member = _attrgetter(name)(loaded)
+            try:
+                member = _attrgetter(name)(loaded)
+            except AttributeError:  # renamed, and tools.help has not run since
+                continue
             member = getattr(member, "__func__", member)  # of a method of the class
             frozen = isinstance(member, _eqx.Module)      # a compiled function
             (object.__setattr__ if frozen else setattr)(member, "__doc__", text)

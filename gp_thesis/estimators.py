@@ -131,7 +131,7 @@ class GPEstimator(BaseEstimator):
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         approx = approximation(
             self.method_, model, X, num_latents, self.num_inducing, seed)
-        X, y = jnp.asarray(X, dtype), jnp.asarray(y, dtype)
+        X, y = jax.device_put((X.astype(dtype), y.astype(dtype)))
         result = fitted(approx, X, y, self.max_iter, seed)
         self.result_ = result._replace(state=None)
         self.n_iter_ = max(result.steps, 1)

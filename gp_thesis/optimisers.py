@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['REASONS', 'RUNNING', 'TAKEN', 'SETTLED', 'FLAT', 'NOT_FINITE', 'STOPPED', 'RAN_OUT', 'INTERRUPTED', 'NO_BETTER',
-           'WALLED', 'WINDOW', 'flat_value_and_gradient', 'slope_in_units', 'steepness', 'lbfgs', 'not_finite',
-           'failure', 'State', 'initial_state', 'descend']
+           'WALLED', 'WINDOW', 'loss_and_gradient', 'end_to_end', 'cut_like', 'slope_in_units', 'steepness', 'lbfgs',
+           'not_finite', 'failure', 'State', 'initial_state', 'descend']
 
 # %% ../nbs/08_optimisers.ipynb #a004
 from collections.abc import Callable
@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, ArrayLike, PyTree
 from scipy.optimize import OptimizeResult, minimize
 
@@ -25,17 +24,33 @@ from .linalg import nan_on_failure, quick_jit
 
 # %% ../nbs/08_optimisers.ipynb #a014b
 @quick_jit
-def flat_value_and_gradient(
+def loss_and_gradient(
     loss: Callable,  # Of a tree and further arguments
-    flat: Array,  # (n,), the arrays of the tree end to end
-    template: PyTree,  # A tree that they fit in; its numbers are not used
+    tree: PyTree,  # The parameters
     *arguments,  # The further arguments
-) -> tuple[Array, Array]:  # The loss, and its gradient (n,)
-    "A loss and its gradient for optimisers that know only vectors."
-    tree = ravel_pytree(template)[1](flat)
+) -> tuple[Array, PyTree]:  # The loss, and its gradient
+    "A loss and its gradient, NaN where a factorisation fails."
     with nan_on_failure():
-        value, gradient = jax.value_and_grad(loss)(tree, *arguments)
-    return value, ravel_pytree(gradient)[0]
+        return jax.value_and_grad(loss)(tree, *arguments)
+
+
+def end_to_end(
+    tree: PyTree,  # Of n numbers
+) -> np.ndarray:  # (n,)
+    "The arrays of a tree as one vector in double precision, on the host."
+    return np.concatenate([[], *(np.ravel(leaf) for leaf in jax.tree.leaves(tree))])
+
+
+def cut_like(
+    template: PyTree,  # Whose shapes and dtypes are wanted
+    v: np.ndarray,  # (n,)
+) -> PyTree:
+    "The inverse of `end_to_end`; like it, it has nothing to compile."
+    leaves, structure = jax.tree.flatten(template)
+    parts = np.split(v, np.cumsum([leaf.size for leaf in leaves]))
+    return structure.unflatten(
+        jax.device_put(np.array(part, leaf.dtype).reshape(leaf.shape))
+        for part, leaf in zip(parts, leaves))
 
 # %% ../nbs/08_optimisers.ipynb #a013
 REASONS = ("running", "all steps were taken", "the objective settled",
@@ -70,10 +85,11 @@ class _Search:
     def evaluate(self, v):
         self.trial = None
         try:
-            value, gradient = (np.asarray(a, np.float64) for a in self.function(v))
+            value, gradient = self.function(v)
+            value, gradient = float(value), end_to_end(gradient)
             if np.isfinite(value) and np.isfinite(gradient).all():
-                self.trial = v.copy(), float(value), gradient
-                return float(value), gradient
+                self.trial = v.copy(), value, gradient
+                return value, gradient
         except eqx.EquinoxRuntimeError:                           # raised in the loss
             pass
         self.met = True
@@ -110,13 +126,11 @@ def lbfgs(
     """SciPy's L-BFGS-B with walls; what it found is what it recorded last.
 
     `point()` is the tree. If the start is a wall, the reason is NOT_FINITE."""
-    flat, unravel = ravel_pytree(start)
-    cast = lambda v: jnp.asarray(v, flat.dtype)
-    function = lambda v: flat_value_and_gradient(loss, cast(v), start, *arguments)
-    reach = lambda v, value: record(lambda: unravel(cast(v)), value)
+    function = lambda v: loss_and_gradient(loss, cut_like(start, v), *arguments)
+    reach = lambda v, value: record(lambda: cut_like(start, v), value)
     search = _Search(function, reach, tolerance)
     options = dict(maxiter=steps, maxfun=30 * steps + 30, ftol=tolerance, gtol=0.0)
-    result, v = OptimizeResult(success=False, status=99), np.asarray(flat, np.float64)
+    result, v = OptimizeResult(success=False, status=99), end_to_end(start)
     try:
         search.evaluate(v)
         search.step()
@@ -175,11 +189,12 @@ class State(NamedTuple):
     reason: Array  # why there will be no other: an index of REASONS, 0 while it runs
 
 
+@quick_jit
 def initial_state(
     trainable: PyTree,  # The parameters to begin with
     optimiser: optax.GradientTransformation,
 ) -> State:
-    "The state before the first step."
+    "The state before the first step, by one program instead of one for each array."
     state = State(trainable, optimiser.init(trainable), jnp.full(WINDOW, jnp.inf),
                   jnp.array(0), jnp.array(RUNNING))
     numeric = lambda x: jnp.issubdtype(x.dtype, jnp.number)

@@ -213,7 +213,7 @@ def _prior_q(approx, num_latents):
         factors = jnp.stack([eqx.filter_jit(inducing_factor)(*pair) for pair in pairs])
         factors = factors[0] if len(pairs) == 1 else factors
     shape = (M, M) if m.ndim == 1 else (num_latents, M, M)
-    S_factor = jnp.broadcast_to(factors, shape)
+    S_factor = (np if approx.whiten else jnp).broadcast_to(factors, shape)
     return VariationalGaussian(free(m), lower_triangular(S_factor))
 
 # %% ../nbs/30_classification.ipynb #c031

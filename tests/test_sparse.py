@@ -11,7 +11,7 @@ from gp_thesis import products
 from gp_thesis.fitting import negative_objective
 from gp_thesis.inducing import GaussianWindow, InducingPoints
 from gp_thesis.linalg import nan_on_failure
-from gp_thesis.optimisers import flat_value_and_gradient
+from gp_thesis.optimisers import cut_like, end_to_end, loss_and_gradient
 from gp_thesis.processes import kl_to_posterior
 from gp_thesis.sparse import DTC, FITC, PITC, VFE, PowerEPRegression, uncollapsed_bound
 from jax.flatten_util import ravel_pytree
@@ -43,10 +43,9 @@ def answers(approx, X, y):
 def value_and_gradient(approx, X, y, move=0.0):
     "The objective and its gradient in all parameters end to end, moved or not, by the program of `fit`."
     trainable, rest = gpt.partition(approx)
-    flat = ravel_pytree(trainable)[0]
-    flat = jnp.asarray(flat + move, flat.dtype)
-    value, gradient = flat_value_and_gradient(negative_objective, flat, trainable, rest, (X, y))
-    return -np.asarray(value), -np.asarray(gradient)
+    moved = cut_like(trainable, end_to_end(trainable) + move)
+    value, gradient = loss_and_gradient(negative_objective, moved, rest, (X, y))
+    return -np.asarray(value), -end_to_end(gradient)
 
 
 @eqx.filter_jit

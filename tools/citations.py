@@ -28,9 +28,9 @@ class Bibliography:
 
     @cached_property
     def _format(self):
-        style, html = (find_plugin(f"pybtex.{kind}", name)
+        style, html = (find_plugin(f"pybtex.{kind}", name)()
                        for kind, name in [("style.formatting", "unsrt"), ("backends", "html")])
-        return lambda entry: style().format_entry("", entry).text.render(html()).replace("\n", " ")
+        return lambda entry: style.format_entry("", entry).text.render(html).replace("\n", " ")
 
     def listing(self, keys) -> str:
         "The works with these keys, by name and year, each an anchor that citations point at."

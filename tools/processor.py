@@ -5,11 +5,12 @@ documentation folded below it, captions figures and tables, and resolves citatio
 """
 
 import re
-from functools import cached_property
+from functools import cache, cached_property
 from importlib import import_module
 from operator import attrgetter
 from pathlib import Path
 
+import nbdev.config
 import yaml
 from fastcore.nbio import mk_cell
 from nbdev.config import get_config, nbpath2html
@@ -22,6 +23,8 @@ from .crossref import OPTION, REFERENCES, anchor, chapter_number, options, read_
 SHOW_DOC = re.compile(r"^show_doc\((?P<name>[\w.]+)", re.M)
 ABOVE = re.compile(r"\A[\s\S]*?^#{2,}[ \t]+.*\n", re.M)           # a rule, a link to the source, the heading
 COLAB = "https://colab.research.google.com/github"
+
+nbdev.config._load_toml = cache(nbdev.config._load_toml)         # read for each name that nbdev looks up, 4500 times
 
 
 class BookProcessor(Processor):

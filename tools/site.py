@@ -37,7 +37,7 @@ def listed(contents: list) -> list[str]:
 def process(notebooks: Path):
     "From notebooks to `_proc/`: everything that either renderer reads."
     shutil.rmtree(PROCESSED, ignore_errors=True)
-    proc_nbs(str(notebooks), n_workers=2, force=True)
+    proc_nbs(str(notebooks), n_workers=0, force=True)
     config = get_config()
     settings = yaml.safe_load((TOP / "_quarto.yml").read_text())
     missing = [name for name in listed(settings["website"]["sidebar"]["contents"]) if not (PROCESSED / name).exists()]
