@@ -472,6 +472,7 @@ UCI = {
     "boston": Table(506, 13, MLXTEND, "mlxtend/data/data/boston_housing.csv",
                     partial(text_table, delimiter=",")),
     "concrete": _regression(1030, 8, "concrete/Concrete_Data.xlsx", _concrete_table),
+    "energy": Table(768, 8),
     "kin8nm": Table(8192, 8),
     "naval": Table(11934, 16),
     "power": _regression(9568, 4, "ccpp/Folds5x2_pp.xlsx", _fifth_sheet),

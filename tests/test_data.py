@@ -975,7 +975,7 @@ def test_standard_split_is_frozen():
 FIRST_TEST_ROWS = {0: [1, 7, 22, 37, 50], 19: [2, 6, 8, 39, 64]}  # lowest test rows of Boston's published splits
 
 
-@pytest.mark.parametrize("name", ["boston", "concrete", "power", "protein"])
+@pytest.mark.parametrize("name", ["boston", "concrete", "energy", "power", "protein"])
 def test_standard_splits_are_the_published_ones(name):
     with np.load(own_file(f"uci/{name}.npz"), allow_pickle=False) as content:
         published = {int(key[5:]): content[key] for key in content if key.startswith("test_")}

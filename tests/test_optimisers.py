@@ -7,13 +7,24 @@ import optax
 import pytest
 
 from gp_thesis import optimisers as why
-from gp_thesis.optimisers import _Search, descend, failure, initial_state, lbfgs
+from gp_thesis.optimisers import _Search, cut_like, descend, end_to_end, failure, initial_state, lbfgs
 
 
 def minimise(loss, start, steps=200, tolerance=1e-12, **stop):
     path = []
     note = lambda point, value: (path.append((np.asarray(point()), value)), stop.get("at") == len(path))[1]
     return lbfgs(loss, jnp.asarray(start), (), note, steps, tolerance), path
+
+
+def test_a_tree_becomes_a_vector_and_comes_back_as_it_was():
+    tree = {"a": jnp.arange(6.0).reshape(2, 3), "b": jnp.float32(0.1), "none": jnp.zeros((0, 2)), "c": jnp.array(7.0)}
+    v = end_to_end(tree)
+    assert v.dtype == np.float64 and np.allclose(v, [*range(6), 0.1, 7])
+    back = cut_like(tree, v)
+    v[:] = np.nan                                                                 # nothing of it is shared
+    same = lambda a, b: a.dtype == b.dtype and a.shape == b.shape and bool((a == b).all())
+    assert jax.tree.all(jax.tree.map(same, tree, back))
+    assert end_to_end({}).shape == (0,) and cut_like({}, end_to_end({})) == {}
 
 
 def test_the_wall_is_a_parabola_whose_minimum_is_a_quarter_of_the_way():

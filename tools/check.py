@@ -60,7 +60,7 @@ def run(name: str) -> bool:
     if name.endswith(".ipynb"):
         from matplotlib_inline.config import InlineBackend
         from nbdev.test import test_nb
-        InlineBackend.instance(print_figure_kwargs={"bbox_inches": None})       # draws each figure once instead of twice
+        InlineBackend.instance(print_figure_kwargs={"bbox_inches": None, "dpi": 30})    # each is drawn once, and small
         return not test_nb(name, skip_flags=["notest"], basepath=".")[0]
     if name.endswith(".py"):
         import pytest
