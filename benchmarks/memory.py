@@ -80,7 +80,7 @@ def stochastic(size: int) -> dict:
 
         def train(data):
             private = []  # what the process holds beside the pages of the files, which the system takes back when it needs them
-            result = fit(data, steps=200, every=20, callback=lambda *_: private.append(private_memory()))
+            result = fit(data, steps=100, every=10, callback=lambda *_: private.append(private_memory()))
             return float(result.history.objective[-1]), private
 
         before = peak_memory()

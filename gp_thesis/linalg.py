@@ -352,7 +352,7 @@ def inverse_lower(
 ) -> Array:  # (N, N)
     "L⁻¹ by matrix products, worth its price where it meets many right hand sides."
     N = L.shape[0]
-    pairings = 0 if N <= 256 else 2 if N <= 4 * WHOLE else 3
+    pairings = 0 if N <= WHOLE // 2 else 2 if N <= 4 * WHOLE else 3
     size = -(-N // 2**pairings)
     T = _pad_identity(L, size * 2**pairings)
     cut = lambda row, column: T[row:row + size, column:column + size]
@@ -381,7 +381,7 @@ def lower_gram(
 ) -> Array:  # (N, N)
     "Xᵀ X."
     N, G = len(X), jnp.zeros_like(X)
-    size = N if N <= 256 else -(-N // 4)
+    size = N if N <= WHOLE // 2 else -(-N // 4)
     for i in range(0, N, size):  # @eq-inverse-panels
         k = min(i + size, N)
         panel = lax.optimization_barrier(X[i:, i:k].T)
