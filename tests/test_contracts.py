@@ -71,11 +71,15 @@ def test_first_and_second_derivatives_and_batches_of_models(problem):
     shifted = theta + step * np.concatenate([directions, -directions])
 
     # As few programs as can be, since programs are what these tests take their time for: this one gives, for each model of
-    # a batch, value and gradient and, by `jax.jvp` of that, the slope of the value and a column of the Hessian.
+    # a batch, value and gradient and, forward over reverse, the derivatives of both in a direction.
     @jax.jit
     def in_a_batch(thetas, tangents):
         second_order = lambda *at: jax.jvp(jax.value_and_grad(objective), *zip(at))
         return jax.vmap(second_order)(thetas, tangents)
+
+    @jax.jit
+    def alone(theta, tangent):
+        return jax.jvp(objective, (theta,), (tangent,))
 
     @jax.jit
     def reverse_over_reverse(theta, tangent):
@@ -84,7 +88,7 @@ def test_first_and_second_derivatives_and_batches_of_models(problem):
     with gpt.nan_on_failure():
         thetas, tangents = np.concatenate([np.tile(theta, (n, 1)), shifted]), np.concatenate([np.eye(n), np.zeros((4, n))])
         (value, slope), (slope_forward, hessian) = jax.tree.map(np.asarray, in_a_batch(thetas, tangents))
-        alone = [jax.jit(objective)(at) for at in (theta, shifted[0])]
+        each = [alone(at, directions[0]) for at in (theta, shifted[0])]
         along = reverse_over_reverse(theta, directions[0]) if reverse_twice else None
 
     gradient, slope_forward, hessian = slope[0], slope_forward[:n], hessian[:n]
@@ -92,11 +96,12 @@ def test_first_and_second_derivatives_and_batches_of_models(problem):
     differences, scale = (value[n:n + 2] - value[n + 2:]) / (2 * step), 1 + np.abs(slope).max()
     assert np.allclose(directions @ gradient, differences, rtol=1e-5, atol=1e-6 * scale)
     assert np.allclose(slope_forward, gradient, rtol=1e-8, atol=1e-8 * scale)
+    assert np.isclose(each[0][1], directions[0] @ gradient, rtol=1e-8, atol=1e-8 * scale)
     differences, scale = (slope[n:n + 2] - slope[n + 2:]) / (2 * step), 1 + np.abs(hessian).max()
     assert np.allclose(directions @ hessian, differences, rtol=1e-4, atol=1e-5 * scale)
     assert np.allclose(hessian, hessian.T, rtol=1e-6, atol=1e-7 * scale)
     assert along is None or np.allclose(along, directions[0] @ hessian, rtol=1e-6, atol=1e-7 * scale)
-    assert np.allclose([value[0], value[n]], alone, rtol=1e-10, atol=1e-10)
+    assert np.allclose([value[0], value[n]], [of_one for of_one, _ in each], rtol=1e-10, atol=1e-10)
 
 
 # A toy of each coming kind: what a deep model, a latent variable model, a sampler and a mixture need.
