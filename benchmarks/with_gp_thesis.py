@@ -46,7 +46,7 @@ def objective_and_gradient(approximation, *data, **settings):
     "The timed step of an approximation, and a reader of what it returns."
     trainable, rest = gpt.partition(approximation)
 
-    @jax.jit
+    @gpt.linalg.quick_jit  # as `fit` compiles it
     def evaluate(trainable, *data):
         return jax.value_and_grad(lambda part: eqx.combine(part, rest).objective(*data, **settings))(trainable)
 
