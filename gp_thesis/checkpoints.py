@@ -314,7 +314,7 @@ def _caution_precision(arrays, head, path):
             "loaded with gp_thesis.cast(module, jnp.float64)", stacklevel=3)
 
 # %% ../nbs/07_checkpoints.ipynb #k027
-FORMAT = 1  # of the files that `save` writes
+FORMAT = 2  # of the files that `save` writes
 
 
 def save(

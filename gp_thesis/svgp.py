@@ -25,7 +25,7 @@ from .inducing import (
 from .kernels import Independent, Kernel, Mean, check_inputs
 from .linalg import factor_or_nan, inverse_lower, precise
 from .parameters import (
-    Parameter, fill_triangle, free, lower_triangular, unwrap)
+    CORNER, Parameter, fill_triangle, free, lower_triangular, unwrap)
 from .products import Factor, over_rows, training_marginals, with_inverse
 from .variational import check_count, zeros_for
 
@@ -259,7 +259,7 @@ def _natural_update(q, gradient, step_size):
     m, R = unwrap(q.m), unwrap(q.S_factor)
     m_bar, R_bar = _free_numbers(gradient)
     diagonal = jnp.diagonal(R, axis1=-2, axis2=-1)
-    slope = -jnp.expm1(-diagonal)[..., None]  # of softplus, on the diagonal
+    slope = -jnp.expm1(-CORNER * diagonal)[..., None]  # on the diagonal, @eq-corner
     slope = 1 + jnp.eye(R.shape[-1], dtype=R.dtype) * (slope - 1)
     R_bar = fill_triangle(R_bar) / slope
     signature = "(m),(m,m),(m),(m,m),()->(m),(m,m)"

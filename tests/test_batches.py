@@ -1,12 +1,14 @@
 "Sources of batches: what is drawn, where it is cut, and what is refused. Fits that use them are in test_fitting."
 
+from itertools import permutations
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from gp_thesis import batches
-from gp_thesis.batches import CHUNK, as_batches, check_rows, minibatch, minibatch_rows, spans
+from gp_thesis.batches import ROUNDS, CHUNK, as_batches, check_rows, minibatch, minibatch_rows, shuffled, spans
 
 KEY = jax.random.key(0)
 ROWS = np.arange(40), np.arange(80.0).reshape(40, 2)
@@ -46,6 +48,39 @@ def test_batch_k_is_the_same_from_memory_from_disk_and_in_whichever_run(files):
     assert len(later) == 38 and all(np.array_equal(x[1], y[1]) for x, y in zip(later, from_disk[33:]))
     listed = seen(as_batches(from_memory, num_data=40), first=33)
     assert all(np.array_equal(x[0], y[0]) for x, y in zip(listed, from_disk[33:]))
+
+
+@pytest.mark.parametrize("num_data", [1, 2, 7, 64, 65, 1000])
+def test_an_order_has_each_row_once_and_its_places_can_be_asked_for_alone(num_data):
+    keys = jax.random.bits(KEY, (ROUNDS,), jnp.uint32)
+    order = np.asarray(shuffled(np.arange(num_data), num_data, keys))
+    assert sorted(order) == list(range(num_data))
+    assert int(shuffled(num_data - 1, num_data, keys)) == order[-1]
+
+
+@pytest.mark.parametrize("num_data", [4, 5])
+def test_all_orders_are_equally_likely_and_each_row_in_each_place(num_data):
+    count = 24_000
+    keys = jax.random.bits(KEY, (count, ROUNDS), jnp.uint32)
+    orders = np.asarray(jax.vmap(lambda keys: shuffled(jnp.arange(num_data), num_data, keys))(keys))
+    orders = [*map(tuple, orders)]
+    found = np.array([orders.count(order) for order in permutations(range(num_data))])
+    freedom, expected = len(found) - 1, count / len(found)
+    assert abs(((found - expected) ** 2 / expected).sum() - freedom) < 4 * (2 * freedom) ** 0.5     # chi-squared
+
+
+@pytest.mark.parametrize("num_data,batch_size", [(40, 8), (40, 6), (7, 10)])
+def test_an_epoch_has_each_row_once_in_an_order_of_its_own(num_data, batch_size):
+    steps = 6 * num_data // batch_size + 1
+    rows = np.concatenate([minibatch_rows(KEY, step, num_data, batch_size) for step in range(steps)])
+    epochs = rows[:6 * num_data].reshape(6, num_data)
+    assert (np.sort(epochs) == np.arange(num_data)).all() and len({*map(tuple, epochs)}) == 6
+    assert not np.array_equal(minibatch_rows(jax.random.key(1), 0, num_data, batch_size), rows[:batch_size])
+
+
+def test_the_number_of_a_step_may_be_any_integer():
+    late = minibatch_rows(KEY, 3_000_000_000, 1_000_000, 1000)       # place 3e12 of an endless row
+    assert len(np.unique(late)) == 1000 and 0 <= late.min() and late.max() < 1_000_000
 
 
 def test_the_sources_say_what_they_are(files):
