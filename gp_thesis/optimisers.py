@@ -81,6 +81,7 @@ class _Search:
         self.function, self.record, self.tolerance = function, record, tolerance
         self.trial = self.point = None    # place, value and gradient, if finite
         self.met = self.walled = self.flat = False  # a wall now, before; no slope left
+        self.count, self.ended = -1, False          # of steps; whether `step` said so
 
     def evaluate(self, v):
         self.trial = None
@@ -105,14 +106,27 @@ class _Search:
             raise StopIteration
         return value, gradient
 
+    def promising(self, start):
+        "Whether a search from `start`, a loss, got somewhere, and @eq-promise for more."
+        place, value, gradient = self.point
+        scale = max(1.0, abs(value))
+        slope = slope_in_units(gradient, place) / scale
+        gained = start - value > self.tolerance * scale
+        return not self.ended and gained and slope**2 > 2 * self.tolerance
+
     def step(self, intermediate_result=None):
-        if self.trial is None:
-            raise StopIteration                                   # no place to be
+        if self.trial is None:                                    # no place to be
+            self.end()
         self.point, self.met, self.walled = self.trial, False, self.met
+        self.count += 1
         place, value, gradient = self.trial
         self.flat = slope_in_units(gradient, place) <= self.tolerance
         if self.record(place, value) or self.flat:
-            raise StopIteration
+            self.end()
+
+    def end(self):
+        self.ended = True
+        raise StopIteration
 
 # %% ../nbs/08_optimisers.ipynb #a014
 def lbfgs(
@@ -129,13 +143,18 @@ def lbfgs(
     function = lambda v: loss_and_gradient(loss, cut_like(start, v), *arguments)
     reach = lambda v, value: record(lambda: cut_like(start, v), value)
     search = _Search(function, reach, tolerance)
-    options = dict(maxiter=steps, maxfun=30 * steps + 30, ftol=tolerance, gtol=0.0)
-    result, v = OptimizeResult(success=False, status=99), end_to_end(start)
+    result, more = OptimizeResult(success=False, status=99), True
     try:
-        search.evaluate(v)
+        search.evaluate(end_to_end(start))
         search.step()
-        result = minimize(search.evaluate, v, jac=True, method="L-BFGS-B",
-                          callback=search.step, options=options)
+        while more:
+            v, first, _ = search.point
+            taken, left = search.count, steps - search.count
+            options = dict(maxiter=left, maxfun=30 * left + 30, ftol=tolerance, gtol=0.0)
+            ended = minimize(search.evaluate, v, jac=True, method="L-BFGS-B",
+                             callback=search.step, options=options)
+            result = ended if search.count > taken else result
+            more = search.count < steps and search.promising(first)
     except StopIteration:
         pass
     if search.point is None:

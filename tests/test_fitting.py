@@ -787,6 +787,19 @@ def test_a_batch_may_be_numbers_of_rows_and_values(tmp_path):
     assert np.allclose(drawn, Y, atol=0.3) and np.allclose(listed, Y, atol=0.3)
 
 
+def test_lbfgs_begins_anew_where_it_stopped_on_a_slope():
+    "From starts far from the data's own scale it ended next to walls, or called what a bad memory gained settled."
+    random = np.random.default_rng(0)
+    X = np.sort(random.uniform(0, 6, (30, 1)), 0)
+    y = np.sin(2 * X[:, 0]) + 0.2 * random.normal(size=30)
+    for lengthscale in np.geomspace(20, 100, 12)[:6]:
+        result = fit(Exact(GP(RBF(lengthscale), Gaussian())), (X, y), progress=False)
+        v, restore = ravel_pytree(partition(result.approx)[0])
+        loss = lambda v: negative_objective(restore(v), partition(result.approx)[1], (X, y), None)
+        slope = np.abs(jax.grad(loss)(v) * np.maximum(1, np.abs(v))).max()
+        assert result.converged and slope < 1e-3 * abs(result.history.objective[-1]), lengthscale
+
+
 def test_lbfgs_never_calls_a_wall_a_result(data):
     "Uphill to the edge of what is finite: no NaN, no 'converged', and the best point that was seen."
     class Edge(eqx.Module):
