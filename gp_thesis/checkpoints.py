@@ -375,7 +375,7 @@ def load(
     if made != FORMAT:
         raise ValueError(f"{path} has format {made}, and this version of gp_thesis "
                          f"reads format {FORMAT}: it was saved by version "
-                         f"{head.get('version')}, so install that or a later one")
+                         f"{head.get('version')}, which can read it")
     arrays = [_as_saved(array, kind, path) for array, kind in found]
     try:
         module = read(head["tree"], arrays)

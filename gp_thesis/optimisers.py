@@ -73,6 +73,25 @@ def steepness(trainable: PyTree, gradient: PyTree) -> Array:
     slopes = jax.tree.leaves(jax.tree.map(slope_in_units, gradient, trainable))
     return jnp.max(jnp.stack(slopes))
 
+# %% ../nbs/08_optimisers.ipynb #a013d
+def _wall(v, start, value, gradient):
+    "Value and gradient at the end of the parabola of @eq-wall."
+    s = v - start
+    with np.errstate(all="ignore"):
+        r = max(-s @ gradient, 1e-6 * max(1.0, abs(value)))   # not lost in rounding
+        value, gradient = value + r, 3 * r * s / (s @ s)
+    if not (np.isfinite(value) and np.isfinite(gradient).all()):
+        raise StopIteration
+    return value, gradient
+
+
+def _promises_more(first, point, tolerance):
+    "Whether a search got somewhere from the loss `first`, and @eq-promise holds there."
+    place, value, gradient = point
+    scale = max(1.0, abs(value))
+    slope = slope_in_units(gradient, place) / scale
+    return first - value > tolerance * scale and slope**2 > 2 * tolerance
+
 # %% ../nbs/08_optimisers.ipynb #a013b
 class _Search:
     "What SciPy calls: a function with walls, and the record of its steps."
@@ -94,25 +113,7 @@ class _Search:
         except eqx.EquinoxRuntimeError:                           # raised in the loss
             pass
         self.met = True
-        return self.wall(v, *self.point) if self.point else None
-
-    def wall(self, v, start, value, gradient):
-        "Value and gradient at the end of the parabola of @eq-wall."
-        s = v - start
-        with np.errstate(all="ignore"):
-            r = max(-s @ gradient, 1e-6 * max(1.0, abs(value)))   # not lost in rounding
-            value, gradient = value + r, 3 * r * s / (s @ s)
-        if not (np.isfinite(value) and np.isfinite(gradient).all()):
-            raise StopIteration
-        return value, gradient
-
-    def promising(self, start):
-        "Whether a search from `start`, a loss, got somewhere, and @eq-promise for more."
-        place, value, gradient = self.point
-        scale = max(1.0, abs(value))
-        slope = slope_in_units(gradient, place) / scale
-        gained = start - value > self.tolerance * scale
-        return not self.ended and gained and slope**2 > 2 * self.tolerance
+        return _wall(v, *self.point) if self.point else None
 
     def step(self, intermediate_result=None):
         if self.trial is None:                                    # no place to be
@@ -150,11 +151,12 @@ def lbfgs(
         while more:
             v, first, _ = search.point
             taken, left = search.count, steps - search.count
-            options = dict(maxiter=left, maxfun=30 * left + 30, ftol=tolerance, gtol=0.0)
+            options = dict(maxiter=left, maxfun=30 * left + 30, ftol=tolerance, gtol=0)
             ended = minimize(search.evaluate, v, jac=True, method="L-BFGS-B",
                              callback=search.step, options=options)
             result = ended if search.count > taken else result
-            more = search.count < steps and search.promising(first)
+            more = not search.ended and search.count < steps
+            more = more and _promises_more(first, search.point, tolerance)
     except StopIteration:
         pass
     if search.point is None:

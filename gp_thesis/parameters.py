@@ -156,7 +156,7 @@ def read_triangle(
     lower = np.flatnonzero(np.tril(np.ones((M, M))))  # of which these are read
     return T.reshape(*T.shape[:-2], M * M)[..., lower[np.argsort(number[lower])]]
 
-# %% ../nbs/01_parameters.ipynb #c010d
+# %% ../nbs/01_parameters.ipynb #c010g
 class _LowerCholesky(type(constraints.lower_cholesky)):
     "Lower triangular matrices with a positive diagonal."
 
@@ -170,7 +170,7 @@ def _on_diagonal(function, T):
     diagonal = function(jnp.sum(jnp.where(eye, T, 0), axis=-1))
     return jnp.where(eye, diagonal[..., None], T), diagonal
 
-
+# %% ../nbs/01_parameters.ipynb #c010d
 CORNER = 10.0  # β in @eq-corner
 
 

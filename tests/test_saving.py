@@ -15,7 +15,7 @@ import pytest
 from numpyro.distributions import constraints
 
 import gp_thesis as gpt
-from gp_thesis.checkpoints import load, save, thing_of
+from gp_thesis.checkpoints import FORMAT, load, save, thing_of
 from gp_thesis.parameters import Fixed, Parameter, free, freeze, positive
 from test_contracts import APPROXIMATIONS, X
 
@@ -194,10 +194,11 @@ def test_foreign_files(tmp_path):
             load(file)
 
 
-def test_a_later_format(tmp_path):
-    save(file := tmp_path / "later", gpt.RBF())
-    rewritten(file, format=2, version="9.0")
-    with pytest.raises(ValueError, match="later has format 2, .* reads format 1: it was saved by version 9.0"):
+@pytest.mark.parametrize("other", [FORMAT - 1, FORMAT + 1])
+def test_another_format(other, tmp_path):
+    save(file := tmp_path / "another", gpt.RBF())
+    rewritten(file, format=other, version="9.0")
+    with pytest.raises(ValueError, match=f"another has format {other}, .* reads format {FORMAT}: it was saved by version 9.0"):
         load(file)
 
 
