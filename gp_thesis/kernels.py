@@ -327,8 +327,14 @@ def _by_products(X, Y, dX, dY):
 
 def _by_differences(X, Y, dX, dY):
     "@eq-distance-tangent, first form."
-    row = jax.checkpoint(lambda x, dx: jnp.sum((x - Y) * (dx - dY), axis=1))
-    return 2 * jax.lax.map(lambda each: row(*each), (X, dX))
+    # No loop: in a `cond`, JAX before 0.10 cannot transpose one over tangents.
+    @jax.checkpoint  # keeps no array of N x N2 x D for the reverse pass
+    def half(*arrays):
+        x, y, dx, dy = (A.T for A in arrays)
+        dx, dy = dx[:, :, None], dy[:, None]
+        return jnp.sum((x[:, :, None] - y[:, None]) * (dx - dy), axis=0)
+
+    return 2 * half(X, Y, dX, dY)
 
 # %% ../nbs/10_processes.ipynb #a53efa7b
 @jax.custom_batching.custom_vmap

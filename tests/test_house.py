@@ -10,6 +10,7 @@ from importlib import metadata
 
 import pytest
 import yaml
+from packaging.utils import canonicalize_name
 
 import gp_thesis
 from tools.crossref import chapter_number
@@ -39,13 +40,18 @@ def python(code, top):
     return subprocess.run([sys.executable, "-c", code], cwd=top, capture_output=True, text=True)
 
 
+def distribution(line):
+    "The name that a requirement begins with, in its normal form: builders write wadler_lindig with either sign."
+    return canonicalize_name(re.match(r"[\w.-]+", line)[0])
+
+
 def requirements(extra=None):
     "The names of what the package, or one of its extras, requires directly."
     names = set()
     for line in metadata.requires("gp-thesis"):
         wanted = re.search(r"extra == ['\"](\w+)['\"]", line)
         if (wanted[1] if wanted else None) == extra:
-            names.add(re.match(r"[\w.-]+", line)[0].lower())
+            names.add(distribution(line))
     return names
 
 
@@ -61,7 +67,7 @@ def closure(names):
             required = metadata.requires(name) or []
         except metadata.PackageNotFoundError:
             continue
-        todo += [re.match(r"[\w.-]+", line)[0].lower() for line in required if "extra ==" not in line]
+        todo += [distribution(line) for line in required if "extra ==" not in line]
     return found
 
 
@@ -115,7 +121,7 @@ def test_the_version_stands_in_one_place(top):
 def test_constraints_are_plain_pins_of_what_is_installed(top):
     lines = [line for line in (top / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
     assert all(re.fullmatch(r"[\w.-]+==[\w.]+", line) for line in lines)
-    pinned = dict(line.lower().split("==") for line in lines)
+    pinned = {distribution(line): line.split("==")[1] for line in lines}
     assert "torch" not in pinned
     assert closure(requirements()) & set(pinned) >= requirements()
     differ = {name: (version, metadata.version(name)) for name, version in pinned.items() if metadata.version(name) != version}
