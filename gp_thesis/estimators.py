@@ -87,16 +87,18 @@ def fitted(
     y: jax.Array,  # (N,) or (N, P)
     steps: int | None,  # None: 200 with all data, 3000 with minibatches
     seed: int,
+    restarts: int,
 ) -> Fit:
     "The result of `fit` as the approximation and the number of rows ask for it."
     own = lambda number: number if steps is None else steps
+    several = dict(restarts=restarts, key=jax.random.key(seed), progress=False)
     if isinstance(approx, SVGP) and len(X) > ALL_ROWS:
         return fit(approx, (X, y), optimiser=STOCHASTIC, steps=own(3000),
-                   batch_size=500, key=jax.random.key(seed), progress=False)
+                   batch_size=500, **several)
     if isinstance(approx, SVGP):
         first = fit(approx, (X, y), optimiser=Q_ALONE, steps=10, progress=False)
         approx = first.approx
-    result = fit(approx, (X, y), steps=own(200), progress=False)
+    result = fit(approx, (X, y), steps=own(200), **several)
     if not result.converged:
         warnings.warn(f"{type(approx).__name__} has not converged: {result.message}. "
                       "A larger max_iter may help", ConvergenceWarning, stacklevel=4)
@@ -113,12 +115,14 @@ class GPEstimator(BaseEstimator):
         method: str | None = None,  # None: by the number of rows
         num_inducing: int = 100,  # Where the method has inducing points
         max_iter: int | None = None,  # None: 200 with all data, 3000 with minibatches
-        random_state=None,  # Of clusters and minibatches: None, a number, a RandomState
+        restarts: int = 1,  # How many starts to take, to keep the best end
+        random_state=None,  # Of all that is drawn: None, a number, a RandomState
     ):
         self.kernel = kernel
         self.method = method
         self.num_inducing = num_inducing
         self.max_iter = max_iter
+        self.restarts = restarts
         self.random_state = random_state
 
     def _fit(self, X, y, likelihood, methods, num_latents=1):
@@ -132,7 +136,7 @@ class GPEstimator(BaseEstimator):
         approx = approximation(
             self.method_, model, X, num_latents, self.num_inducing, seed)
         X, y = jax.device_put((X.astype(dtype), y.astype(dtype)))
-        result = fitted(approx, X, y, self.max_iter, seed)
+        result = fitted(approx, X, y, self.max_iter, seed, self.restarts)
         self.result_ = result._replace(state=None)
         self.n_iter_ = max(result.steps, 1)
         self.posterior_ = result.approx.posterior(X, y)

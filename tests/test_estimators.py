@@ -100,7 +100,8 @@ def test_predictions_in_chunks_are_those_of_single_rows(regressor, monkeypatch):
 def test_parameters():
     kernel = gpt.Matern32([0.5, 2.0])
     regressor = GPRegressor(kernel, num_inducing=7)
-    assert regressor.get_params() == dict(kernel=kernel, method=None, num_inducing=7, max_iter=None, random_state=None)
+    assert regressor.get_params() == dict(kernel=kernel, method=None, num_inducing=7, max_iter=None, restarts=1,
+                                          random_state=None)
     assert "Matern32" in repr(regressor) and clone(regressor).num_inducing == 7
     assert regressor.set_params(max_iter=2, kernel=gpt.RBF()).fit(X, y).n_iter_ == 2
     assert isinstance(regressor.result_.approx.model.kernel, gpt.RBF)
@@ -108,11 +109,20 @@ def test_parameters():
     assert GPRegressor(single, max_iter=2).fit(X, y).posterior_.L.dtype == float    # in the precision that JAX computes in
     with pytest.raises(ValueError, match="kernel must be a gp_thesis Kernel"):
         GPRegressor("rbf").fit(X, y)
-    for bad in (dict(max_iter=0), dict(method="vfe", num_inducing=0)):
-        with pytest.raises(ValueError, match="steps must be|num_inducing must be"):
+    for bad in (dict(max_iter=0), dict(restarts=0), dict(method="vfe", num_inducing=0)):
+        with pytest.raises(ValueError, match="steps must be|restarts must be|num_inducing must be"):
             GPRegressor(**bad).fit(X, y)
     with pytest.raises(NotFittedError):
         GPRegressor().predict(X)
+
+
+def test_of_several_starts_the_best_is_kept():
+    slow = gpt.RBF([8.0, 8.0])         # from here one climb takes the sine for noise
+    once, several = (GPRegressor(slow, restarts=n, random_state=0).fit(X, y) for n in (1, 4))
+    ends, best = several.result_.restarts, several.result_.history.objective[-1]
+    assert once.result_.restarts is None and ends.shape == (4,)
+    assert ends[0] == once.result_.history.objective[-1] and ends.max() == best > ends[0] + 5
+    assert several.score(X, y) > once.score(X, y) + 0.1
 
 
 def test_a_fit_that_ends_early_says_so():

@@ -885,11 +885,24 @@ def test_another_start_moves_what_a_model_is_made_of():
     Z = np.asarray(other.inducing.Z.value)
     assert not np.isclose(Z, X[:20]).all(axis=1).all() and (Z >= X.min(0)).all() and (Z <= X.max(0)).all()
     assert jax.tree.all(jax.tree.map(np.array_equal, other.q, given.q))
-    less = fitting.less_noise(given)
-    assert np.isclose(less.model.likelihood.variance.value, 0.05) and np.array_equal(unwrap(less.model.kernel.kernels[0].lengthscale), np.full(400, 2.0))
+    lengthscales = lambda approx: unwrap(approx.model.kernel.kernels[0].lengthscale)
+    for second, expected in ((fitting.as_signal(given), 2.0), (fitting.as_signal(given, X), np.median(X.std(0)) * np.sqrt(2))):
+        assert np.isclose(second.model.likelihood.variance.value, 0.05) and np.allclose(lengthscales(second), expected)
+    each = fitting.as_signal(Exact(GP(RBF([1.0, 1.0]), Gaussian(0.5))), X * [1.0, 0.0])             # a column that is constant
+    assert np.allclose(unwrap(each.model.kernel.lengthscale), [X[:, 0].std() * np.sqrt(2), 1.0])
     single = fitting.another_start(cast(given, jnp.float32), cast(ends, jnp.float32), rng, 0.5, X)
     assert all(leaf.dtype == np.float32 for leaf in jax.tree.leaves(eqx.filter(single, eqx.is_inexact_array)))
     assert jax.tree.structure(single) == jax.tree.structure(given)
+
+
+@pytest.mark.parametrize("unit", [1e-3, 1.0, 1e3])
+def test_a_second_start_finds_the_function_in_any_unit(unit):
+    rng = np.random.default_rng(0)
+    X = rng.uniform(0, 10, (40, 2))
+    y = np.sin(X[:, 0]) + 0.05 * rng.normal(size=40)
+    start = Exact(GP(RBF([3.0, 3.0]), Gaussian(1.0)))
+    ends = fit(start, (unit * X, y), restarts=2, key=jax.random.key(0), progress=False).restarts
+    assert ends[1] > 20 and (unit == 1.0) == (ends[0] > 20)         # -40.5 where all is taken for noise
 
 
 class Hills(eqx.Module):
