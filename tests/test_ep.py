@@ -283,6 +283,14 @@ def test_a_fit_beside_heavy_tails_ends_at_a_fixed_point(scale, seed):
     assert np.sqrt(np.mean((np.asarray(post.L @ post.m) + unwrap(result.approx.model.mean).value - np.sin(2 * X[:, 0])) ** 2)) < 0.15
 
 
+def test_too_few_rounds_find_nothing_and_a_fit_stays_where_they_do():
+    X, y = problem()
+    value, point = answers(EP(model(), rounds=6), X, labels(y), "objective", "fixed_point")
+    assert np.isnan(value) and 1e-6 < point.misfit < 1e-3
+    result = fit(EP(model(variance=0.1), rounds=6), (X, labels(y)), progress=False)     # the evidence is larger where six do not do
+    assert result.approx.fixed_point(X, labels(y)).misfit <= 1e-6 and not result.converged
+
+
 def test_the_evidence_is_no_number_from_where_the_fixed_point_is_lost():
     X, y = outliers(1)
     values = np.array([answers(heavy(scale, 5.0, 0.3), X, y, "objective", "posterior", "fixed_point")[0] for scale in (0.3, 0.15, 0.07, 0.03, 0.01)])
