@@ -65,7 +65,6 @@ def __getattr__(name):
     "`GPRegressor` and `GPClassifier`, which need scikit-learn, when asked for."
     if name in ("GPRegressor", "GPClassifier"):
         from . import estimators
-        _explain()
         return getattr(estimators, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -323,12 +323,15 @@ def save(
 ):
     """Write a module into one file, from which `load` makes it again, bit by bit.
 
-    Raises ValueError for what is no module, or holds what a file cannot."""
+    Raises ValueError for what is no module, or holds what a file cannot, and OSError
+    where no file can be written."""
     if not isinstance(module, eqx.Module):
         raise ValueError("module must be a model, an approximation, a posterior or "
                          "another equinox module; of the result of a fit, save "
                          f"result.approx; got {type(module).__name__}")
     arrays, path = {}, Path(path)
+    if not path.absolute().parent.is_dir():
+        raise FileNotFoundError(f"there is no folder for {path}")
     head = {"format": FORMAT, "version": metadata.version("gp-thesis"),
             "x64": bool(jax.config.jax_enable_x64), "tree": written(module, arrays)}
     head["arrays"] = [kind for _, kind, _ in arrays.values()]
@@ -374,8 +377,8 @@ def load(
         raise _damaged(path, error) from error
     if made != FORMAT:
         raise ValueError(f"{path} has format {made}, and this version of gp_thesis "
-                         f"reads format {FORMAT}: it was saved by version "
-                         f"{head.get('version')}, which can read it")
+                         f"reads format {FORMAT}: load it with the one that saved "
+                         f"it, of version {head.get('version')}")
     arrays = [_as_saved(array, kind, path) for array, kind in found]
     try:
         module = read(head["tree"], arrays)

@@ -690,19 +690,31 @@ def _fitting(X, mean):
 def from_table(X, name: str = "X"):
     "A table as a matrix; what is none passes. A ValueError names what is no number."
     if hasattr(X, "columns"):  # of pandas, or made like its tables
-        whole = lambda a: a.dtype.kind in "biuf" and np.isfinite(a).all()
-        broken = [column for column in X.columns if not whole(X[column].to_numpy())]
+        columns = list(X.columns)
+        if twice := [each for each in columns if columns.count(each) > 1]:
+            raise ValueError(f"{name} must have a name of its own for each column, but "
+                             f"column {twice[0]!r} is there {len(twice)} times")
+        broken = {each: wrong for each in columns if (wrong := _no_number(X[each]))}
         if broken:
-            found = ", ".join(f"{column!r} is {X[column].dtype}" for column in broken)
+            found = ", ".join(f"{each!r} {wrong}" for each, wrong in broken.items())
             raise ValueError(f"{name} must have columns of numbers without gaps, but "
                              f"column {found}")
-        return np.stack([X[column].to_numpy() for column in X.columns], axis=1)
+        return np.stack([X[each].to_numpy() for each in columns], axis=1)
     if hasattr(X, "to_numpy"):  # a single column
         if not (found := X.to_numpy()).dtype.kind in "biuf":
             raise ValueError(f"{name} must be numbers without gaps, but column "
                              f"{X.name!r} is {X.dtype}")
         return found
     return X
+
+
+def _no_number(column) -> str | None:
+    "What a column of a table is or has that is no number, if there is such."
+    values = column.to_numpy()
+    if values.dtype.kind not in "biuf":
+        return f"is {column.dtype}"
+    if not (finite := np.isfinite(values)).all():
+        return f"has NaN or infinity, first in row {finite.argmin()}"
 
 
 def _floats(X) -> np.ndarray:

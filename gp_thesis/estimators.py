@@ -20,13 +20,13 @@ from sklearn.utils import check_random_state
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from .data import standardise
+from .data import from_table, standardise
 from .exact import GP, Approximation, Exact
 from .fitting import Fit, fit
 from .inducing import InducingPoints
 from .kernels import RBF, Kernel
 from .likelihoods import Bernoulli, Gaussian, RobustMax
-from .parameters import cast
+from .parameters import cast, suggesting
 from .sparse import VFE
 from .svgp import SVGP, kmeans_centres, natural_gradient
 from .variational import VGP
@@ -108,6 +108,7 @@ def fitted(
 class GPEstimator(BaseEstimator):
     "What `GPRegressor` and `GPClassifier` share; not to be used alone."
 
+    @suggesting
     def __init__(
         self,
         kernel: Kernel | None = None,  # Of standardised inputs; None: an RBF
@@ -124,6 +125,11 @@ class GPEstimator(BaseEstimator):
         self.max_iter = max_iter
         self.restarts = restarts
         self.random_state = random_state
+
+    def _checked(self, X, *y, **checks):
+        "`validate_data`, after a look at the columns of a table, which it leaves unnamed."
+        from_table(X)
+        return validate_data(self, X, *y, dtype=np.float64, **checks)
 
     def _fit(self, X, y, likelihood, methods, num_latents=1):
         "From data, y as the likelihood takes it, to a posterior."
@@ -173,8 +179,7 @@ class GPRegressor(RegressorMixin, GPEstimator):
 
     def fit(self, X, y):
         "X (N, D) and y (N,) or (N, P); itself. Raises ValueError for unusable data."
-        X, y = validate_data(
-            self, X, y, dtype=np.float64, multi_output=True, y_numeric=True)
+        X, y = self._checked(X, y, multi_output=True, y_numeric=True)
         y, self.y_scaler_ = standardise(np.asarray(y, np.float64))
         outputs = y.shape[1] if y.ndim == 2 else 1
         if outputs == 1:  # (N, 1) has one column, and one function
@@ -184,7 +189,7 @@ class GPRegressor(RegressorMixin, GPEstimator):
     def predict(self, X, return_std=False):
         "The mean at each row of X, and the standard deviation of a new observation."
         check_is_fitted(self)
-        X = validate_data(self, X, reset=False, dtype=np.float64)
+        X = self._checked(X, reset=False)
         moments = predicted(self.posterior_, self.X_scaler_.apply(X))
         columns = np.shape(self.y_scaler_.mean)
         moments = (moment.reshape(len(X), *columns) for moment in moments)
@@ -210,7 +215,7 @@ class GPClassifier(ClassifierMixin, GPEstimator):
 
     def fit(self, X, y):
         "X (N, D) and labels y (N,) of any kind; itself. Raises ValueError for others."
-        X, y = validate_data(self, X, y, dtype=np.float64)
+        X, y = self._checked(X, y)
         check_classification_targets(y)
         self.classes_, labels = np.unique(y, return_inverse=True)
         if (C := len(self.classes_)) < 2:
@@ -223,7 +228,7 @@ class GPClassifier(ClassifierMixin, GPEstimator):
     def predict_proba(self, X):
         "The probability of each class in each row, (S, C)."
         check_is_fitted(self)
-        X = validate_data(self, X, reset=False, dtype=np.float64)
+        X = self._checked(X, reset=False)
         p, _ = predicted(self.posterior_, self.X_scaler_.apply(X))
         p = np.stack([1 - p, p], axis=1) if p.ndim == 1 else p
         return p / p.sum(axis=1, keepdims=True)
@@ -235,3 +240,8 @@ class GPClassifier(ClassifierMixin, GPEstimator):
 
     def _kernel(self, num_dims):
         return RBF(math.sqrt(num_dims))
+
+# %% ../nbs/34_estimators.ipynb #h001
+import gp_thesis
+
+gp_thesis._explain()  # for `help()`: this module is not imported with the package

@@ -29,7 +29,7 @@ from .likelihoods import (
 from .linalg import (
     JITTER, add_diagonal, cholesky, factor_or_nan, fails_with_nan, log_density,
     nan_on_failure, one_blas_thread, precise, quick_jit, solve_lower, solve_upper)
-from .parameters import Suggesting, unwrap
+from .parameters import Suggesting, suggesting, unwrap
 from .products import project
 
 # %% ../nbs/12_regression.ipynb #c007
@@ -61,7 +61,9 @@ class Posterior(eqx.Module):
 
     @abstractmethod
     def marginals(self, Xs) -> tuple[Float[Array, "S *P"], Float[Array, "S *P"]]:
-        "Mean and variance of f at each row of Xs, (S,) or (S, P) both."
+        """Mean and variance of f at each row of Xs, (S,) or (S, P) both.
+
+        Compiled where it is called alone; `Posterior` says what to do in `jax.jit`."""
 
     @abstractmethod
     def covariance(self, Xs, Xs2=None) -> Float[Array, "*P S S2"]:
@@ -137,6 +139,7 @@ class GaussianPosterior(Posterior):
         Xs2 = None if Xs2 is None else self.check(Xs2, "Xs2")
         return compiled(type(self).latent_covariance, self, self.check(Xs), Xs2)
 
+    @suggesting
     def sample(self, key, Xs, n=1):
         return compiled(_sample, self, key, self.check(Xs), n)
 

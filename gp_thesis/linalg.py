@@ -303,11 +303,12 @@ def cholesky(
     arguments = K, jnp.asarray(diagonal, K.dtype)
     if fails_with_nan():
         return cholesky_or_nan(*arguments)
+    or_else = ", or use float64" if K.dtype == jnp.float32 else ""
     message = (f"cholesky: the matrix {name} of size {len(K)} x {len(K)} ({K.dtype}) "
                "is not positive definite, even with "
                f"{JITTER[K.dtype.name][-1]:g} of its mean diagonal added. Look for NaN "
                "or infinity in the data or parameters; else raise the noise variance, "
-               "shorten the lengthscales, drop duplicated inputs or use float64.")
+               f"shorten the lengthscales or drop duplicated inputs{or_else}.")
     if any(isinstance(argument, jax.core.Tracer) for argument in arguments):
         return _cholesky_or_error(*arguments, message)
     if _has_failed(L := cholesky_or_nan(*arguments)):

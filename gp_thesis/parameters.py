@@ -116,6 +116,8 @@ def parameter(
     "`value` as a `Parameter`; a ValueError names it if it breaks the constraint."
     if isinstance(value, AbstractUnwrappable):
         return value
+    if isinstance(value, np.floating):  # as X.std() is: a number like any other
+        value = float(value)
     value = as_float(value, name)
     if not isinstance(value, jax.core.Tracer):
         number = np.asarray(value)  # not jax.numpy, which would be traced under jit
@@ -294,23 +296,26 @@ def cast(tree: PyTree, dtype) -> PyTree:
     return jax.tree.map(convert, tree)
 
 # %% ../nbs/01_parameters.ipynb #c028b
-def _unknown_keyword(function, keywords) -> str | None:
+def _unknown_keyword(function, keywords, called: str) -> str | None:
     "What to say of a keyword that the function does not know, if there is one."
-    known = inspect.signature(function).parameters
-    if any(each.kind is each.VAR_KEYWORD for each in known.values()):
+    parameters = inspect.signature(function).parameters
+    if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
         return
+    known = [name for name in parameters if name != "self"]
     for name in set(keywords) - {*known}:
         near = difflib.get_close_matches(name, known, 1)
         nearest = [f"did you mean {each!r}?" for each in near]
         advice = (nearest or [f"it takes {', '.join(known)}"])[0]
-        return f"{function.__name__} has no argument {name!r}; {advice}"
+        return f"{called} has no argument {name!r}; {advice}"
 
 
 def suggesting(function):
     "`function`, whose error for an unknown keyword names the nearest known one."
     @wraps(function)
     def called(*args, **kwargs):
-        if message := _unknown_keyword(function, kwargs):
+        name = function.__name__
+        name = type(args[0]).__name__ if name == "__init__" else name
+        if kwargs and (message := _unknown_keyword(function, kwargs, name)):
             raise TypeError(message)
         return function(*args, **kwargs)
     return called
@@ -320,6 +325,6 @@ class Suggesting(type(eqx.Module)):
     "The class of classes whose errors for unknown keywords name the nearest known one."
 
     def __call__(cls, *args, **kwargs):
-        if kwargs and (message := _unknown_keyword(cls, kwargs)):
+        if kwargs and (message := _unknown_keyword(cls, kwargs, cls.__name__)):
             raise TypeError(message)
         return super().__call__(*args, **kwargs)

@@ -134,3 +134,8 @@ def _over_two_inputs(ax, Xs, mean, var, X, y, samples, color, label) -> Axes:
     scale = ax.figure.colorbar(filled, ax=ax, label=label or "", format="%.2g")
     scale.locator, scale.minorlocator = plt.MaxNLocator(6), plt.NullLocator()
     return ax
+
+# %% ../nbs/05_plotting.ipynb #h001
+import gp_thesis
+
+gp_thesis._explain()  # for `help()`: this module is not imported with the package

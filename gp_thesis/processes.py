@@ -109,3 +109,8 @@ def kl_from_posterior(
     not fit each other."""
     _check_pair(q, exact)
     return _kl_from_posterior(q, exact)
+
+# %% ../nbs/21_kl_processes.ipynb #h001
+import gp_thesis
+
+gp_thesis._explain()  # for `help()`: this module is not imported with the package

@@ -24,8 +24,9 @@ from .inducing import (
     InducingPosterior, InducingVariables, check_inducing, inducing_factor)
 from .kernels import Independent, Kernel, Mean, check_inputs
 from .linalg import factor_or_nan, inverse_lower, precise
-from .parameters import (
-    CORNER, Parameter, fill_triangle, free, lower_triangular, unwrap)
+from gp_thesis.parameters import (
+    CORNER, Parameter, fill_triangle, free, lower_triangular, suggesting,
+    unwrap)
 from .products import Factor, over_rows, training_marginals, with_inverse
 from .variational import check_count, zeros_for
 
@@ -270,6 +271,7 @@ def _natural_update(q, gradient, step_size):
     return eqx.tree_at(_free_numbers, q, changes)
 
 # %% ../nbs/30_classification.ipynb #c033a
+@suggesting
 def natural_gradient(
     step_size,  # γ in (0, 1], or a schedule, a function of the number of steps taken
     rest: optax.GradientTransformation | None = None,  # For all other parameters
@@ -325,6 +327,7 @@ def adadelta(
         optax.trace(momentum, nesterov=True), optax.scale_by_learning_rate(step_rate))
 
 # %% ../nbs/30_classification.ipynb #c040
+@suggesting
 def kmeans_centres(
     X,  # Inputs, (N, D)
     num_inducing: int,  # M

@@ -182,9 +182,10 @@ def spread_given_others(model, X):
     _, K_inv, diagonal = inverses(L)
     rounding = JITTER[K_inv.dtype.name][0] * jnp.mean(model.kernel.evaluate_diag(X))
     lost = ~(rounding * jnp.sum(diagonal) < 0.1)  # @eq-mean-field-rounding
+    wider = "float64, " if L.dtype == jnp.float32 else ""
     return L, K_inv, or_fail(1 / diagonal, lost, (
         "MeanField: the spread of a value given all others is lost in rounding, and "
-        "the bound with it. Use float64, a rougher kernel such as Matern12, a shorter "
+        f"the bound with it. Use {wider}a rougher kernel such as Matern12, a shorter "
         "lengthscale or fewer inputs; VGP keeps correlations and has no such trouble."))
 
 

@@ -125,6 +125,19 @@ def test_of_several_starts_the_best_is_kept():
     assert several.score(X, y) > once.score(X, y) + 0.1
 
 
+def test_tables_are_taken_and_columns_without_numbers_are_named(regressor):
+    pd = pytest.importorskip("pandas")
+    table = pd.DataFrame(X, columns=["a", "b"]).assign(c=pd.array([0, 1] * 20, "Int64"), d=[True, False] * 20)
+    fitted = GPRegressor(max_iter=2).fit(table, pd.Series(y))
+    assert list(fitted.feature_names_in_) == ["a", "b", "c", "d"] and fitted.predict(table[:7]).shape == (7,)
+    for column, wrong in ((["x", "y"] * 20, "is (str|object)"), (pd.array([1, None] * 20, "Int64"), "is Int64|has NaN"), ([1, np.nan] * 20, "has NaN")):
+        for estimator in (GPRegressor(), estimators.GPClassifier()):
+            with pytest.raises(ValueError, match=f"X must have columns of numbers without gaps, but column 'c' ({wrong})"):
+                estimator.fit(table.assign(c=column), np.arange(40) % 2)
+        with pytest.raises(ValueError, match="column 'c'"):
+            fitted.predict(table.assign(c=column))
+
+
 def test_a_fit_that_ends_early_says_so():
     with pytest.warns(ConvergenceWarning, match="Exact has not converged: all steps were taken. A larger max_iter"):
         GPRegressor(max_iter=2).fit(X, y)

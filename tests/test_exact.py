@@ -214,7 +214,12 @@ def test_bad_models_and_queries_are_refused():
     (lambda: gpt.GP(gpt.RBF(), likelyhood=gpt.Gaussian()), "GP has no argument 'likelyhood'; did you mean 'likelihood'"),
     (lambda: gpt.InducingPoints(Z=np.zeros((2, 1)), M=2), "InducingPoints has no argument 'M'; it takes Z"),
     (lambda: gpt.VFE(toy_model(), inducing_points=gpt.InducingPoints(np.zeros((2, 1)))), "VFE has no argument 'inducing_points'; did you mean 'inducing'"),
-    (lambda: gpt.fit(gpt.Exact(toy_model()), (1, 2), batchsize=10), "fit has no argument 'batchsize'; did you mean 'batch_size'")])
+    (lambda: gpt.fit(gpt.Exact(toy_model()), (1, 2), batchsize=10), "fit has no argument 'batchsize'; did you mean 'batch_size'"),
+    (lambda: gpt.Exact(toy_model()).posterior(*toy()[:2]).sample(0, toy()[2], num_samples=2), "sample has no argument 'num_samples'; it takes key, Xs, n"),
+    (lambda: gpt.sample_prior(0, gpt.RBF(), toy()[0], num_sample=2), "sample_prior has no argument 'num_sample'; did you mean 'num_samples'"),
+    (lambda: gpt.kmeans_centres(toy()[0], num_inducng=3), "kmeans_centres has no argument 'num_inducng'; did you mean 'num_inducing'"),
+    (lambda: gpt.GPRegressor(kernal=gpt.RBF()), "GPRegressor has no argument 'kernal'; did you mean 'kernel'"),
+    (lambda: gpt.GPClassifier(inducing=9), "GPClassifier has no argument 'inducing'; did you mean 'num_inducing'")])
 def test_unknown_keywords_name_the_nearest_known_one(wrong, message):
     with pytest.raises(TypeError, match=message):
         wrong()
@@ -247,10 +252,15 @@ def test_tables_are_taken_and_columns_without_numbers_are_named():
     assert approx.objective(table.assign(c=[True, False, True]), pd.Series([1, 0, 2], dtype="Int64")) == expected
     for column, dtype in ((pd.array([1, None, 3], dtype="Int64"), "Int64"), (["x", "y", "z"], "str|object"),
                           (pd.to_datetime(["2020", "2021", "2022"]), "datetime"), (pd.Categorical(["x", "y", "x"]), "category")):
-        with pytest.raises(ValueError, match=f"X must have columns of numbers without gaps, but column 'c' is ({dtype})"):
+        broken = rf"(is ({dtype})|has NaN or infinity, first in row 1)"
+        with pytest.raises(ValueError, match=f"X must have columns of numbers without gaps, but column 'c' {broken}"):
             approx.objective(table.assign(c=column), y)
         with pytest.raises(ValueError, match=rf"y must be numbers without gaps, but column 'c' is ({dtype})|the first is y\[1\] = nan"):
             approx.objective(table, pd.Series(column, name="c"))
+    with pytest.raises(ValueError, match="but column 'c' has NaN or infinity, first in row 2"):
+        approx.objective(table.assign(c=[1.0, 2.0, np.nan]), y)
+    with pytest.raises(ValueError, match="X must have a name of its own for each column, but column 'a' is there 2 times"):
+        approx.objective(table.set_axis(["a", "b", "a"], axis=1), y)
 
 
 def test_precisions_are_mixed_where_nothing_is_lost_and_refused_where_digits_are():
@@ -261,6 +271,10 @@ def test_precisions_are_mixed_where_nothing_is_lost_and_refused_where_digits_are
     post = double.posterior(X, y)
     assert np.array_equal(post.marginals(Xs)[1], double.posterior(wide[0], wide[1]).marginals(wide[2])[1])
     assert post.log_predictive_density(Xs, Xs[:, 0]).dtype == float
+    for module in (gpt.RBF(), gpt.ConstantMean(0.5), gpt.RBF(lengthscale=X.std(), variance=np.float32(2))):
+        found = module(X), jax.jit(module.__call__)(X)
+        assert all(np.allclose(each, module(wide[0]), rtol=1e-14) and each.dtype == float for each in found)
+    assert gpt.RBF().diag(X).dtype == gpt.sample_prior(jax.random.key(0), gpt.RBF(), X).dtype == float
     single = gpt.cast(double, np.float32)
     labels = np.arange(len(y)) % 3                                               # integers are float64 here, and fit in float32
     assert single.objective(X, labels) == single.objective(X, labels.astype("float32"))

@@ -198,8 +198,13 @@ def test_foreign_files(tmp_path):
 def test_another_format(other, tmp_path):
     save(file := tmp_path / "another", gpt.RBF())
     rewritten(file, format=other, version="9.0")
-    with pytest.raises(ValueError, match=f"another has format {other}, .* reads format {FORMAT}: it was saved by version 9.0"):
+    with pytest.raises(ValueError, match=f"another has format {other}, .* reads format {FORMAT}: load it with .* version 9.0"):
         load(file)
+
+
+def test_a_folder_that_is_not_there_is_named_as_it_was_given(tmp_path):
+    with pytest.raises(FileNotFoundError, match="there is no folder for .*nowhere/kernel"):
+        save(tmp_path / "nowhere" / "kernel", gpt.RBF())
 
 
 @pytest.mark.parametrize("name", [

@@ -14,6 +14,8 @@ from types import ModuleType
 from typing import NamedTuple
 
 import gp_thesis.estimators
+import gp_thesis.plotting
+import gp_thesis.processes
 
 from .crossref import read_book
 
@@ -98,7 +100,7 @@ def texts() -> dict[str, dict[str, str]]:
     for full, module in modules.items():
         for name, source in sources[full].items():
             owner, *inner = name.split(".")
-            if source.docstring and owner in module.__all__ and not any(part.startswith("_") for part in inner):
+            if source.docstring and owner in module.__all__ and not any(part.startswith("_") and part != "__call__" for part in inner):
                 text = plain(source.docstring, book) + plain(arguments(attrgetter(name)(module), source, sources), book)
                 if text != source.docstring:
                     found.setdefault(full.partition(".")[2], {})[name] = text
