@@ -156,7 +156,7 @@ def load_record(
 def _verdict(checks: dict) -> str:
     "One line about all published numbers of an entry."
     if not checks:
-        return "nothing published"
+        return "no number to compare"
     missed = sorted(item for item in checks.items() if item[1] != "matches")
     return "; ".join(f"{name} {state}" for name, state in missed) or "matches"
 

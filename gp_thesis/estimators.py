@@ -127,7 +127,7 @@ class GPEstimator(BaseEstimator):
         self.random_state = random_state
 
     def _checked(self, X, *y, **checks):
-        "`validate_data`, after a look at the columns of a table, which it leaves unnamed."
+        "`validate_data`, once the columns of a table are numbers."
         from_table(X)
         return validate_data(self, X, *y, dtype=np.float64, **checks)
 

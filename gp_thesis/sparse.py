@@ -341,7 +341,7 @@ def uncollapsed_bound(
     y: Array,  # Observations, (B,) or (B, P)
     num_data: int | None = None,  # Rows of all data, if X and y are a minibatch
 ) -> Float[Array, ""]:
-    "Theorem 2's E_Q[log p(y | f)] - KL[q(u) ‖ p(u)], @eq-uncollapsed, or its estimate."
+    "E_Q[log p(y | f)] - KL[q(u) ‖ p(u)], @eq-uncollapsed, or its estimate."
     mean, var = q.latent_marginals(X)
     expected = jnp.sum(q.model.likelihood.variational_expectations(mean, var, y))
     m = q.m.reshape(len(q.m), -1).T

@@ -108,3 +108,14 @@ def test_exported_cells_fit_on_a_page(path):
             found += [f"cell {cell.get('id')}: {len(lines)} lines, {lines[min(1, len(lines) - 1)]}"] if len(lines) > 40 else []
             found += [f"cell {cell.get('id')}: {len(line)} columns, {line.strip()}" for line in lines if len(line) > 88]
     assert not found, "\n".join([f"{len(found)} in {path.name}", *found])
+
+
+HIDDEN = re.compile(r"^#\|\s*(hide|echo: false|include: false)", re.M)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_code_that_a_page_shows_is_as_wide_as_the_page(path):
+    found = [f"cell {cell.get('id')}: {len(line)} columns, {line.strip()}" for cell in json.loads(path.read_text())["cells"]
+             if cell["cell_type"] == "code" and not HIDDEN.search("".join(cell["source"]))
+             for line in "".join(cell["source"]).splitlines() if len(line) > 88 and not line.startswith("#|")]
+    assert not found, "\n".join([f"{len(found)} in {path.name}", *found])

@@ -166,7 +166,7 @@ def test_record_and_load(results):
 
 def test_verdict_in_one_word(results):
     assert data.record("A", {"a": 1.0}, {"a": "1"})["verdict"] == "matches"
-    assert data.record("B", {"a": 1.0})["verdict"] == "nothing published"
+    assert data.record("B", {"a": 1.0})["verdict"] == "no number to compare"
 
 
 def test_settings_of_the_entry_are_recorded(results, checkout, monkeypatch, tmp_path):
