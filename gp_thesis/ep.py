@@ -22,7 +22,7 @@ from jax import lax
 from jax.scipy.special import log_ndtr
 from jaxtyping import Array, Float
 
-from .exact import GP, Approximation, compiled
+from .exact import GP, Approximation, compiled, row_weight
 from .gaussians import kl_from_cholesky
 from .inducing import (
     InducingPosterior, InducingVariables, check_inducing, inducing_factor, projection)
@@ -292,8 +292,8 @@ class EP(Sited):
     All sites move at once or, `sequential`, one after the other, where a round costs
     about as much arithmetic but none of it in large products. O(N³) time for a round,
     O(N²) memory. Where the rounds find no fixed point, objective and posterior raise
-    `equinox.EquinoxRuntimeError`, or are NaN within `nan_on_failure`.
-    [@minka2001; @bui2017thesis, section 2.3.8]"""
+    `equinox.EquinoxRuntimeError`, or are NaN within `nan_on_failure`. JAX loses second
+    derivatives inside of a `lax.scan`. [@minka2001; @bui2017thesis, section 2.3.8]"""
 
     def prior(self, X):
         return full_prior(self.model, X)
@@ -505,7 +505,7 @@ def weak_bound(
 ) -> Float[Array, ""]:
     "The scalable two-stage bound of log p(y), @eq-weak-bound, or its estimate."
     check_probit(q.model)
-    (mean, var), scale = q.latent_marginals(X), (num_data or len(X)) / len(X)
+    (mean, var), scale = q.latent_marginals(X), row_weight(len(X), num_data)
     terms = log_ndtr((2 * y - 1) * mean) - 0.5 * var
     return jnp.sum(terms) * scale - kl_from_cholesky(q.m, q.S_factor)
 

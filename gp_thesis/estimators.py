@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['REGRESSION', 'TWO_CLASSES', 'SEVERAL_CLASSES', 'MOST_CLUSTERED', 'ALL_ROWS', 'Q_ALONE', 'STOCHASTIC', 'CHUNK',
-           'method_for', 'approximation', 'fitted', 'GPEstimator', 'predicted', 'GPRegressor', 'GPClassifier']
+           'method_for', 'approximation', 'fitted', 'checked', 'GPEstimator', 'predicted', 'GPRegressor',
+           'GPClassifier']
 
 # %% ../nbs/34_estimators.ipynb #c004
 import math
@@ -104,6 +105,12 @@ def fitted(
                       "A larger max_iter may help", ConvergenceWarning, stacklevel=4)
     return result
 
+# %% ../nbs/34_estimators.ipynb #c013a
+def checked(estimator, X, *y, **checks):
+    "X and y by `validate_data`, once the columns of a table are seen to be numbers."
+    from_table(X)
+    return validate_data(estimator, X, *y, dtype=np.float64, **checks)
+
 # %% ../nbs/34_estimators.ipynb #c014
 class GPEstimator(BaseEstimator):
     "What `GPRegressor` and `GPClassifier` share; not to be used alone."
@@ -125,11 +132,6 @@ class GPEstimator(BaseEstimator):
         self.max_iter = max_iter
         self.restarts = restarts
         self.random_state = random_state
-
-    def _checked(self, X, *y, **checks):
-        "`validate_data`, once the columns of a table are numbers."
-        from_table(X)
-        return validate_data(self, X, *y, dtype=np.float64, **checks)
 
     def _fit(self, X, y, likelihood, methods, num_latents=1):
         "From data, y as the likelihood takes it, to a posterior."
@@ -179,7 +181,7 @@ class GPRegressor(RegressorMixin, GPEstimator):
 
     def fit(self, X, y):
         "X (N, D) and y (N,) or (N, P); itself. Raises ValueError for unusable data."
-        X, y = self._checked(X, y, multi_output=True, y_numeric=True)
+        X, y = checked(self, X, y, multi_output=True, y_numeric=True)
         y, self.y_scaler_ = standardise(np.asarray(y, np.float64))
         outputs = y.shape[1] if y.ndim == 2 else 1
         if outputs == 1:  # (N, 1) has one column, and one function
@@ -189,7 +191,7 @@ class GPRegressor(RegressorMixin, GPEstimator):
     def predict(self, X, return_std=False):
         "The mean at each row of X, and the standard deviation of a new observation."
         check_is_fitted(self)
-        X = self._checked(X, reset=False)
+        X = checked(self, X, reset=False)
         moments = predicted(self.posterior_, self.X_scaler_.apply(X))
         columns = np.shape(self.y_scaler_.mean)
         moments = (moment.reshape(len(X), *columns) for moment in moments)
@@ -215,7 +217,7 @@ class GPClassifier(ClassifierMixin, GPEstimator):
 
     def fit(self, X, y):
         "X (N, D) and labels y (N,) of any kind; itself. Raises ValueError for others."
-        X, y = self._checked(X, y)
+        X, y = checked(self, X, y)
         check_classification_targets(y)
         self.classes_, labels = np.unique(y, return_inverse=True)
         if (C := len(self.classes_)) < 2:
@@ -228,7 +230,7 @@ class GPClassifier(ClassifierMixin, GPEstimator):
     def predict_proba(self, X):
         "The probability of each class in each row, (S, C)."
         check_is_fitted(self)
-        X = self._checked(X, reset=False)
+        X = checked(self, X, reset=False)
         p, _ = predicted(self.posterior_, self.X_scaler_.apply(X))
         p = np.stack([1 - p, p], axis=1) if p.ndim == 1 else p
         return p / p.sum(axis=1, keepdims=True)

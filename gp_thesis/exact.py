@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['GP', 'Posterior', 'compiled', 'GaussianPosterior', 'check_query', 'ExactPosterior', 'check_data', 'float_dtype',
-           'Approximation', 'check_gaussian', 'caution_jitter', 'Exact', 'conditional_cdf', 'of_one_function',
-           'predictive_cdf', 'smallest_above', 'predictive_quantiles', 'check_levels']
+           'row_weight', 'Approximation', 'check_gaussian', 'caution_jitter', 'Exact', 'conditional_cdf',
+           'of_one_function', 'predictive_cdf', 'smallest_above', 'predictive_quantiles', 'check_levels']
 
 # %% ../nbs/12_regression.ipynb #c004
 import warnings
@@ -118,9 +118,8 @@ def compiled(
 
 # %% ../nbs/12_regression.ipynb #c011a
 class GaussianPosterior(Posterior):
-    """A Gaussian process q(f), for P independent functions or for one, from
-    `latent_marginals` and `latent_covariance` of checked inputs. Queries raise
-    ValueError if Xs is not a finite (S, D) matrix in the model's dtype."""
+    """A Gaussian process q(f), from `latent_marginals` and `latent_covariance`. Queries
+    raise ValueError if Xs is not a finite (S, D) matrix in the model's dtype."""
     model: eqx.AbstractVar[GP]       # with plain arrays in the place of parameters
     num_dims: eqx.AbstractVar[int]   # D
 
@@ -262,14 +261,18 @@ def _observed(approx, batch):
     return batch
 
 
+def row_weight(rows: int, num_data: int | None) -> float:
+    "How many of `num_data` rows each row of a batch stands for; None: for itself."
+    if num_data is not None and num_data < rows:
+        raise ValueError(f"num_data must be at least {rows}, the rows of the "
+                         f"batch, got {num_data}")
+    return 1.0 if num_data is None else num_data / rows
+
+
 def _weight(approx, rows, num_data):
     "How many rows each row stands for, as an argument of `bound` if it takes one."
     if not approx.needs_all_rows:
-        if num_data is not None and num_data < rows:
-            raise ValueError(f"num_data must be at least {rows}, the rows of the "
-                             f"batch, got {num_data}")
-        weight = 1.0 if num_data is None else num_data / rows
-        return (np.asarray(weight, float_dtype(approx)),)
+        return (np.asarray(row_weight(rows, num_data), float_dtype(approx)),)
     if num_data not in (None, rows):
         raise ValueError(f"{type(approx).__name__} needs all data at once: num_data "
                          f"must be {rows}, the rows of X, got {num_data}")

@@ -479,8 +479,7 @@ def fit(
 ) -> Fit:
     """Maximise the objective plus the log prior, @eq-map, over what is not frozen.
 
-    A loop of Python, not for `jax.jit` or `jax.vmap`: `restarts` takes several starts,
-    and many fits at once are steps of optax under `jax.vmap` of the objective.
+    Not for `jax.jit` or `jax.vmap`: many fits at once are steps of optax in a `vmap`.
 
     ValueError for what cannot work, before anything is compiled, and for unusable
     rows of a stream when they come; FloatingPointError if the objective is none."""

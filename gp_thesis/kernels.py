@@ -75,8 +75,7 @@ def in_dtype(a: Array | None, dtype) -> Array | None:
 
 
 def in_dtype_of(tree, **arrays) -> list[Array | None]:
-    """Those arrays in the dtype of an unwrapped tree's parameters, where nothing is
-    lost; else a ValueError."""
+    "Those in the dtype of an unwrapped tree's parameters, or a ValueError."
     if parameters := _parameters_of(tree):
         dtype = jnp.result_type(*parameters.values())
         arrays = {name: in_dtype(a, dtype) for name, a in arrays.items()}

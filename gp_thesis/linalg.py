@@ -303,12 +303,12 @@ def cholesky(
     arguments = K, jnp.asarray(diagonal, K.dtype)
     if fails_with_nan():
         return cholesky_or_nan(*arguments)
-    or_else = ", or use float64" if K.dtype == jnp.float32 else ""
+    wider = ", or use float64" if K.dtype == jnp.float32 else ""
     message = (f"cholesky: the matrix {name} of size {len(K)} x {len(K)} ({K.dtype}) "
-               "is not positive definite, even with "
-               f"{JITTER[K.dtype.name][-1]:g} of its mean diagonal added. Look for NaN "
-               "or infinity in the data or parameters; else raise the noise variance, "
-               f"shorten the lengthscales or drop duplicated inputs{or_else}.")
+               f"is not positive definite, even with {JITTER[K.dtype.name][-1]:g} of "
+               "its mean diagonal added. Look for NaN or infinity in the data or "
+               "parameters; else raise the noise variance, shorten the lengthscales or "
+               f"drop duplicated inputs{wider}.")
     if any(isinstance(argument, jax.core.Tracer) for argument in arguments):
         return _cholesky_or_error(*arguments, message)
     if _has_failed(L := cholesky_or_nan(*arguments)):

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from .exact import GP, Approximation, check_gaussian, compiled
+from .exact import (
+    GP, Approximation, check_gaussian, compiled, row_weight)
 from .gaussians import kl_from_cholesky
 from .inducing import (
     InducingPosterior, InducingVariables, check_inducing, inducing_factor, projection)
@@ -347,4 +348,4 @@ def uncollapsed_bound(
     m = q.m.reshape(len(q.m), -1).T
     S_factor = jnp.broadcast_to(q.S_factor, (len(m), *q.S_factor.shape[-2:]))
     kl = jnp.sum(jax.vmap(kl_from_cholesky)(m, S_factor))
-    return expected * (1 if num_data is None else num_data / len(X)) - kl
+    return expected * row_weight(len(X), num_data) - kl

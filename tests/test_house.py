@@ -172,16 +172,39 @@ def test_the_index_leads_to_every_chapter(top):
     assert not missing
 
 
+VERDICTS = {"agrees", "differs by", "other data", "contradicts", "not comparable", "not done"}
+
+
 def test_the_reproduction_shows_the_records_as_they_are(top):
     cells = json.loads((top / "nbs" / "90_reproduction.ipynb").read_text())["cells"]
     shown = "".join("".join((output.get("data") or {}).get("text/markdown", "")) for cell in cells for output in cell.get("outputs", []))
-    rows = {re.search(r">([\w.-]+)</span>", line)[1]: line for line in shown.splitlines() if "</span>" in line}
-    entries = {entry["id"] for entry in tomllib.loads((top / "nbs" / "catalogue.toml").read_text())["entry"]}
+    done, waiting = shown.split("## Not done yet")
+    catalogue = tomllib.loads((top / "nbs" / "catalogue.toml").read_text())["entry"]
     records = {path.stem: json.loads(path.read_text()) for path in (top / "nbs" / "results").glob("*.json")}
-    assert rows.keys() == entries and records.keys() <= entries
-    for entry, row in rows.items():
-        if entry in records:
-            verdict = re.sub(r"([\\`*_\[\]^~|@$<>])", r"\\\1", records[entry]["verdict"])
-            assert records[entry]["profile"] in row and verdict in row, entry
+    lines, name = {}, None
+    for line in done.splitlines():
+        if line.startswith("|") and not line.startswith(("| entry", "|--")):
+            name = found[1] if (found := re.search(r">([\w.-]+)</span>", line)) else name
+            lines.setdefault(name, []).append(re.split(r" ?(?<!\\)\| ?", line)[1:-1])
+    assert lines.keys() == records.keys() <= {entry["id"] for entry in catalogue}
+    plain = lambda text: re.sub(r"([\\`*_\[\]^~|@$<>])", r"\\\1", text)
+    for entry in catalogue:
+        if record := records.get(entry["id"]):
+            rows = lines[entry["id"]]                                                       # first, published, here, difference, verdict, why
+            assert record["profile"] in rows[0][0] and len(rows) == len(record["published"]) + len(entry.get("claim", [])) > 0
+            for row, (number, text) in zip(rows, record["published"].items()):
+                same = record["checks"][number] == "matches"
+                assert row[1] == plain(f"{number} {text}") and row[4] in ({"agrees"} if same else VERDICTS - {"agrees"}), row
+                assert same or f"{record['values'][number] - float(text):+.3g}" in row[3]
+            for row, claim in zip(rows[len(record["published"]):], entry.get("claim", [])):
+                assert row[1] == plain(claim["published"]) and row[4] == claim["verdict"] in VERDICTS, row
+                assert claim["why"] or claim["verdict"] in ("agrees", "contradicts"), entry["id"]
         else:
-            assert "not done yet" in row, entry
+            assert f">{entry['id']}</span>" in waiting and "claim" not in entry
+    assert "nothing published" not in shown and all("nothing published" not in json.dumps(record) for record in records.values())
+
+
+def test_figures_of_the_catalogue_are_there(top):
+    for entry in tomllib.loads((top / "nbs" / "catalogue.toml").read_text())["entry"]:
+        if "figure" in entry:
+            assert re.search(rf"(label: |\{{#){re.escape(entry['figure'])}\b", (top / "nbs" / entry["notebook"]).read_text()), entry["id"]
