@@ -35,6 +35,9 @@ FORMULAS = """async () => {
 FIGURES = """() => [...document.querySelectorAll('main img')].filter(e => e.getClientRects().length).map(e => (
   {natural: e.complete ? e.naturalWidth : 0, shown: e.getBoundingClientRect().width}))"""
 
+CUT = """() => [...document.querySelectorAll('main pre')].filter(e => e.getClientRects().length && e.scrollWidth > e.clientWidth + 1)
+  .map(e => e.textContent.slice(0, 80))"""
+
 
 def unavailable(reason):
     "Skip, or fail where continuous integration must not skip."
@@ -103,6 +106,8 @@ def test_page_opens_offline_with_formulas_and_figures(page, server, name):
         assert figure["natural"] > 0 and 0 < figure["shown"] <= figure["natural"] + 1, figure
     assert page.wrong == []
     assert [url for url in page.asked if not url.startswith((server, "data:"))] == []
+    page.set_viewport_size({"width": 1280, "height": 900})
+    assert page.evaluate(CUT) == []                                                 # of code and of what is printed, on a laptop
 
 
 def test_a_chapter_has_equations_code_reference_and_figure(page, server):
