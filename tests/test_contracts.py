@@ -88,8 +88,8 @@ def test_first_and_second_derivatives_and_batches_of_models(problem):
     with gpt.nan_on_failure():
         thetas, tangents = np.concatenate([np.tile(theta, (n, 1)), shifted]), np.concatenate([np.eye(n), np.zeros((4, n))])
         (value, slope), (slope_forward, hessian) = jax.tree.map(np.asarray, in_a_batch(thetas, tangents))
-        each = [alone(at, directions[0]) for at in (theta, shifted[0])]
-        along = reverse_over_reverse(theta, directions[0]) if reverse_twice else None
+    each = [alone(at, directions[0]) for at in (theta, shifted[0])]                         # these with errors where a matrix fails
+    along = reverse_over_reverse(theta, directions[0]) if reverse_twice else None
 
     gradient, slope_forward, hessian = slope[0], slope_forward[:n], hessian[:n]
     assert np.isfinite(value).all() and np.isfinite(hessian).all()
