@@ -116,8 +116,6 @@ def parameter(
     "`value` as a `Parameter`; a ValueError names it if it breaks the constraint."
     if isinstance(value, AbstractUnwrappable):
         return value
-    if isinstance(value, np.floating):  # as X.std() is: a number like any other
-        value = float(value)
     value = as_float(value, name)
     if not isinstance(value, jax.core.Tracer):
         number = np.asarray(value)  # not jax.numpy, which would be traced under jit

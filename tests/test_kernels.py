@@ -463,10 +463,10 @@ good = np.ones((3, 2))
     (lambda: RBF(active_dims="01"), "active_dims must be distinct"),
     (lambda: RBF(active_dims=slice(1, None)), "a slice needs an end"),
     (lambda: RBF(active_dims=slice(2, 1)), "active_dims must be distinct"),
-    (lambda: RBF()(good.astype(np.float32)), "mixed dtypes: X is float32, lengthscale is float64, variance is float64.*astype.*cast"),
-    (lambda: cast(RBF(), jnp.float32)(good.astype(np.float32), good), "mixed dtypes: X is float32, X2 is float64"),
+    (lambda: cast(RBF(), jnp.float32)(good + 1e-12), "mixed dtypes: X is float64, lengthscale is float32, variance is float32.*astype.*cast"),
+    (lambda: cast(RBF(), jnp.float32)(good.astype(np.float32), good + 1e-12), "mixed dtypes: X is float32, X2 is float64"),
     (lambda: (RBF() + cast(White(), jnp.float32))(good), r"kernels\[1\].variance is float32"),
-    (lambda: ConstantMean(1.0)(good.astype(np.float32)), "mixed dtypes: X is float32, value is float64"),
+    (lambda: cast(ConstantMean(1.0), jnp.float32)(good + 1e-12), "mixed dtypes: X is float64, value is float32"),
     (lambda: Wiener()(good), "Wiener needs one active column, got 2"),
     (lambda: Wiener()(np.array([[-0.5]])), "Wiener needs inputs that are at least 0, got -0.5"),
     (lambda: Wiener().diag(np.array([[-0.5]])), "Wiener needs inputs that are at least 0"),
@@ -497,7 +497,7 @@ def test_shapes_are_checked_while_tracing_and_values_are_not():
     with pytest.raises(ValueError, match="X must have shape"):
         jax.jit(lambda X: RBF()(X))(np.ones(3))
     with pytest.raises(ValueError, match="mixed dtypes"):
-        jax.jit(lambda X: RBF()(X))(np.ones((3, 1), np.float32))
+        jax.jit(lambda X: cast(RBF(), jnp.float32)(X))(np.ones((3, 1)))
 
 
 @every_kernel
