@@ -290,6 +290,16 @@ def fails_with_nan() -> bool:
     "Whether we are in such a context."
     return _on_failure.value == "nan"
 
+# %% ../nbs/02_linalg.ipynb #c016d
+def _failure_of(K, name):
+    "What an error says of a matrix that cannot be factorised."
+    wider = ", or use float64" if K.dtype == jnp.float32 else ""
+    return (f"cholesky: the matrix {name} of size {len(K)} x {len(K)} ({K.dtype}) is "
+            f"not positive definite, even with {JITTER[K.dtype.name][-1]:g} of its mean "
+            "diagonal added. Look for NaN or infinity in the data or parameters; else "
+            "raise the noise variance, shorten the lengthscales or drop duplicated "
+            f"inputs{wider}.")
+
 # %% ../nbs/02_linalg.ipynb #c016c
 def cholesky(
     K: Array,  # (N, N), symmetric; one triangle is read
@@ -303,12 +313,7 @@ def cholesky(
     arguments = K, jnp.asarray(diagonal, K.dtype)
     if fails_with_nan():
         return cholesky_or_nan(*arguments)
-    wider = ", or use float64" if K.dtype == jnp.float32 else ""
-    message = (f"cholesky: the matrix {name} of size {len(K)} x {len(K)} ({K.dtype}) "
-               f"is not positive definite, even with {JITTER[K.dtype.name][-1]:g} of "
-               "its mean diagonal added. Look for NaN or infinity in the data or "
-               "parameters; else raise the noise variance, shorten the lengthscales or "
-               f"drop duplicated inputs{wider}.")
+    message = _failure_of(K, name)
     if any(isinstance(argument, jax.core.Tracer) for argument in arguments):
         return _cholesky_or_error(*arguments, message)
     if _has_failed(L := cholesky_or_nan(*arguments)):
