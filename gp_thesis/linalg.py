@@ -295,10 +295,10 @@ def _failure_of(K, name):
     "What an error says of a matrix that cannot be factorised."
     wider = ", or use float64" if K.dtype == jnp.float32 else ""
     return (f"cholesky: the matrix {name} of size {len(K)} x {len(K)} ({K.dtype}) is "
-            f"not positive definite, even with {JITTER[K.dtype.name][-1]:g} of its mean "
-            "diagonal added. Look for NaN or infinity in the data or parameters; else "
-            "raise the noise variance, shorten the lengthscales or drop duplicated "
-            f"inputs{wider}.")
+            f"not positive definite, even with {JITTER[K.dtype.name][-1]:g} of its "
+            "mean diagonal added. Look for NaN or infinity in the data or parameters; "
+            "else raise the noise variance, shorten the lengthscales or drop "
+            f"duplicated inputs{wider}.")
 
 # %% ../nbs/02_linalg.ipynb #c016c
 def cholesky(
