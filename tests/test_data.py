@@ -164,6 +164,29 @@ def test_record_and_load(results):
     assert files_below(results) == ["M-F1.3.json"]
 
 
+def test_what_the_package_holds_is_read_where_there_is_no_other(checkout, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    shipped = checkout / "gp_thesis" / "results"
+    shipped.mkdir()
+    (shipped / "A.json").write_text('{"values": {"x": 1}}')
+    assert data.load_record("A") == {"values": {"x": 1}} and data.load_record("B") is None
+    assert data.result_file("A.json") == shipped / "A.json" and data.result_file("A.npz") is None
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "A.json").write_text('{"values": {"x": 2}}')
+    assert data.load_record("A") == {"values": {"x": 2}}
+
+
+def test_numbers_go_into_text(results):
+    values = {"error": 0.12345678, "all": [1.0, 2.5], "by M": {"4": 0.1}, "count": 3, "a/b": 7.0}
+    assert data.filled("{error} and {error|.1%}, {all|.1f}, {by M/4|.2f}, {count}, {a/b}, 5", values) == "0.1235 and 12.3%, 1.0, 2.5, 0.10, 3, 7, 5"
+    for text in ("{nothing}", "{by M/5}", "{error/x}"):
+        with pytest.raises(ValueError, match="is no value; accepted: error, all, by M"):
+            data.filled(text, values)
+    data.record("A", {"error": 0.5}, settings={})
+    assert data.from_record("A", "an error of {error|.0%}").data == "an error of 50%"
+    assert "no record" in data.from_record("B", "{error}").data
+
+
 def test_verdict_in_one_word(results):
     assert data.record("A", {"a": 1.0}, {"a": "1"})["verdict"] == "matches"
     assert data.record("B", {"a": 1.0})["verdict"] == "no number to compare"
@@ -929,6 +952,23 @@ def test_all_digits_altered_at_their_home(digits_site, cache):
 def test_bad_idx_in_the_own_folder(digits_site, own_folder, raw, message):
     (own_folder / "train-images-idx3-ubyte.gz").write_bytes(raw)
     with pytest.raises(ValueError, match=f"train-images-idx3-ubyte.gz is {message}"):
+        data.digits(full=True)
+
+
+def test_all_digits_in_one_file(digits_site, own_folder, cache):
+    _, pixels, labels = digits_site
+    arrays = {"X_train": pixels[:3].reshape(3, -1), "y_train": labels[:3], "X_test": pixels[3:].reshape(2, -1), "y_test": labels[3:]}
+    np.savez(own_folder / "mnist.npz", **arrays)
+    X, y = loaded = data.digits(full=True)
+    np.testing.assert_array_equal(X, pixels.reshape(5, 784) / 255)
+    np.testing.assert_array_equal(y, labels)
+    assert loaded.source == "mnist.npz" and files_below(cache) == []
+    for broken in ({**arrays, "y_test": labels}, {"X_train": pixels}):
+        np.savez(own_folder / "mnist.npz", **broken)
+        with pytest.raises(ValueError, match="mnist.npz does not hold the digits"):
+            data.digits(full=True)
+    (own_folder / "mnist.npz").write_bytes(b"text")
+    with pytest.raises(ValueError, match="mnist.npz does not hold the digits"):
         data.digits(full=True)
 
 

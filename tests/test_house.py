@@ -136,7 +136,7 @@ def test_the_sidebar_lists_every_notebook_in_order(top):
     sidebar = yaml.safe_load((top / "_quarto.yml").read_text())["website"]["sidebar"]["contents"]
     chapters = [name for name in listed(sidebar) if chapter_number(name)]
     assert chapters == sorted(path.name for path in (top / "nbs").glob("[0-9]*.ipynb"))
-    assert set(listed(sidebar)) - set(chapters) == {"index.ipynb", "references.ipynb"}
+    assert set(listed(sidebar)) - set(chapters) == {"index.ipynb", "api.qmd", "references.ipynb"}
 
 
 def test_readme_is_the_index(top):

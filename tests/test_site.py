@@ -14,7 +14,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from axe_playwright_python.sync_playwright import Axe
 
+from tools.crossref import LABEL
 from tools.site import listed
 
 TOP = Path(__file__).resolve().parent.parent
@@ -35,8 +37,9 @@ FORMULAS = """async () => {
 FIGURES = """() => [...document.querySelectorAll('main img')].filter(e => e.getClientRects().length).map(e => (
   {natural: e.complete ? e.naturalWidth : 0, shown: e.getBoundingClientRect().width}))"""
 
-CUT = """() => [...document.querySelectorAll('main pre')].filter(e => e.getClientRects().length && e.scrollWidth > e.clientWidth + 1)
-  .map(e => e.textContent.slice(0, 80))"""
+CUT = """() => [...document.querySelectorAll('main pre, main mjx-container[display]')]
+  .filter(e => e.getClientRects().length && e.scrollWidth > e.clientWidth + 1).map(e => e.textContent.slice(0, 80))"""
+TOO_WIDE = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
 
 
 def unavailable(reason):
@@ -107,7 +110,24 @@ def test_page_opens_offline_with_formulas_and_figures(page, server, name):
     assert page.wrong == []
     assert [url for url in page.asked if not url.startswith((server, "data:"))] == []
     page.set_viewport_size({"width": 1280, "height": 900})
-    assert page.evaluate(CUT) == []                                                 # of code and of what is printed, on a laptop
+    assert page.evaluate(CUT) == []                                                 # of code, printed text and formulas, on a laptop
+    page.set_viewport_size({"width": 360, "height": 740})
+    assert page.evaluate(TOO_WIDE) == 0                                             # on a phone only parts of a page scroll sideways
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_accessibility(browser, server, scheme):
+    "No serious finding of axe on any page. Its rules are those that it counts as serious; the others take time."
+    axe = Axe()
+    with browser.new_context(color_scheme=scheme, viewport={"width": 1280, "height": 900}) as context:
+        tab, found = context.new_page(), []
+        for name in PAGES:
+            tab.goto(f"{server}/{name}", wait_until="load")
+            tab.evaluate(FORMULAS)
+            for violation in axe.run(tab, options={"resultTypes": ["violations"]}).response["violations"]:
+                if violation["impact"] in ("serious", "critical"):
+                    found.append((name, violation["id"], violation["nodes"][0]["html"][:120]))
+    assert found == []
 
 
 def test_a_chapter_has_equations_code_reference_and_figure(page, server):
@@ -116,17 +136,57 @@ def test_a_chapter_has_equations_code_reference_and_figure(page, server):
     assert formulas["drawn"] > 20
     assert page.locator("mjx-labels, mjx-container [data-mml-node=mlabeledtr]").count() > 0      # numbers beside equations
     assert page.locator("pre.cell-code").count() > 5
-    assert page.locator("details.reference").count() > 2
+    assert page.locator(".reference a").count() > 2
     assert page.locator("main figure img").count() > 0
-    assert page.locator("a.colab").get_attribute("href").endswith("/nbs/12_regression.ipynb")
+    colab, download = (page.locator("a.colab").nth(k).get_attribute("href") for k in range(2))
+    assert colab.endswith("/nbs/12_regression.ipynb") and download == "notebooks/12_regression.ipynb"
 
 
-def test_a_reference_unfolds(page, server):
+def test_the_reference_has_what_a_chapter_exports(page, server):
+    page.goto(f"{server}/30_classification.html")
+    page.locator(".reference a", has_text="SVGP").first.click()
+    page.wait_for_url("**/api.html#svgp.SVGP")
+    entry = page.locator("section", has=page.locator("[id='svgp.SVGP']")).last
+    assert "SVGP(model: GP, inducing" in entry.inner_text() and "jaxtyping" not in page.locator("main").inner_text()
+
+
+def test_a_solution_unfolds_with_its_output(page, server):
+    page.goto(f"{server}/30_classification.html")
+    folded = page.locator("details.solution").first
+    assert not folded.locator(".cell-output").first.is_visible()
+    folded.locator("summary").first.click()
+    assert folded.locator(".cell-output").first.is_visible()
+
+
+def test_references_in_code_are_links(site):
+    for path in site.glob("*.html"):
+        code = " ".join(re.findall(r"<pre[\s\S]*?</pre>", path.read_text()))
+        assert not re.search(rf"@{LABEL}|\[@[a-z]+\d{{4}}", code), path.name
+
+
+def test_a_page_weighs_little(site):
+    assert {path.name for path in site.glob("*.html") if path.stat().st_size > 1.5e6} == set()
+
+
+@pytest.mark.parametrize(("term", "place"), [
+    ("SVGP", "api.html#svgp.SVGP"), ("cavity", "31_expectation_propagation.html"),
+    ("natural gradients", "30_classification.html#natural-gradients"), ("robust max", "11_likelihoods.html#the-largest-wins")])
+def test_search_begins_with_the_section_of_a_term(page, server, term, place):
+    page.goto(f"{server}/index.html")
+    page.locator("#quarto-search input").fill(term)
+    first = page.locator(".search-result").first
+    first.wait_for(timeout=10_000)
+    assert place in first.get_attribute("href")
+
+
+def test_a_phone_has_the_contents_of_the_page(page, server):
+    page.set_viewport_size({"width": 360, "height": 740})
     page.goto(f"{server}/12_regression.html")
-    folded = page.locator("details.reference").first
-    assert not folded.locator("pre").first.is_visible()
-    folded.locator("summary").click()
-    assert folded.locator("pre").first.is_visible()
+    menu = page.locator(".page-menu")
+    menu.locator("summary").click()
+    menu.locator("a", has_text="What to remember").click()
+    page.wait_for_url("**#what-to-remember")
+    assert page.locator("#quarto-header").bounding_box()["height"] < 80
 
 
 @pytest.mark.parametrize("served", [True, False], ids=["served", "from the folder"])

@@ -1,5 +1,6 @@
 "The site's own code: labels, numbers, references, citations and the processor, on small notebooks made here."
 
+import base64
 import json
 import re
 import tomllib
@@ -9,10 +10,12 @@ from nbdev.frontmatter import FrontmatterProc
 from nbdev.process import NBProcessor
 from nbdev.processors import hide_
 
+from conftest import TOP
 from tools import mathjax
 from tools.check import check, outcomes
 from tools.citations import Bibliography
-from tools.crossref import Book, BookError
+from tools.api import Reference
+from tools.crossref import Book, BookError, read_book
 from tools.processor import BookProcessor
 from tools.site import OUTSIDE, WEB_FONT, listed
 
@@ -111,6 +114,8 @@ def test_code_maths_and_addresses_are_left_alone(make_book, text):
     ("::: {#thm-x}\n## A claim of @nobody2020\nIt.\n:::", "unknown citation @nobody2020"),
     (("code", '#| label: fig-x\n#| fig-cap: "See @eq-nowhere"\nplot()'), "unknown reference @eq-nowhere"),
     (("code", '#| export\ndef f():\n    "See @eq-nowhere."'), "unknown reference @eq-nowhere"),
+    (("code", "x = 1  # as in @eq-nowhere"), "unknown reference @eq-nowhere"),
+    (("code", "%matplotlib inline\nx = 1  # [@opper2009; @nobody2020]"), "unknown citation @nobody2020"),
 ])
 def test_what_is_unknown_fails_by_file_and_name(make_book, cell, message):
     with pytest.raises(BookError) as raised:
@@ -138,7 +143,7 @@ def test_a_first_cell_with_more_than_the_title_fails(tmp_path, top):
 
 def test_the_processor_shows_code_folds_imports_and_captions_figures(tmp_path, top):
     sources = [("markdown", TITLE), ("code", "#| default_exp exact"), ("code", "#| hide\nsecret = 1"),
-               ("code", "#| export\nimport numpy as np"), ("code", "#| export\ndef f(): return np.pi   # @eq-none"),
+               ("code", "#| export\nimport numpy as np"), ("code", "#| export\ndef f(): return np.pi   # [@opper2009]"),
                ("code", '#| label: fig-x\n#| fig-cap: "A curve [@opper2009]"\n#| fig-alt: "Curve"\nplot()')]
     cells = [{"cell_type": kind, "source": text, "metadata": {}, **({"outputs": [], "execution_count": None} if kind == "code" else {})}
              for kind, text in sources]
@@ -153,12 +158,61 @@ def test_the_processor_shows_code_folds_imports_and_captions_figures(tmp_path, t
     repository = tomllib.loads((top / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
     assert "title: 12 A title" in out[0].source
     assert repository.removeprefix("https://github.com/") + "/blob/main/nbs/12_regression.ipynb" in out[1].source
-    assert "secret" not in text and "default_exp" not in text and "def f(): return np.pi   # @eq-none" in text
+    assert "secret" not in text and "default_exp" not in text and "def f(): return np.pi   # [@opper2009]" in text
     assert '#| code-summary: "Imports"' in text and "import numpy as np" in text
     figure, = (cell for cell in out if "echo: false" in cell.source)
     assert 'fig-alt: "Curve"' in figure.source and [list(o["data"]) for o in figure.outputs] == [["image/png"]]
     assert "**Figure 12.1.** A curve ([Opper and Archambeau, 2009](references.ipynb#ref-opper2009))" in text
     assert [o.text for cell in out for o in cell.get("outputs", []) if o.output_type == "stream"] == ["printed"]
+
+
+def test_references_in_code_become_links(make_book):
+    book = make_book(_01_a=[EQUATION], _02_b=[])
+    html = book.in_code("<pre># @eq-two, [@opper2009, section 2]; @eq-other; @property; m[@key]</pre>", "02_b.html")
+    assert html == ('<pre># <a href="01_a.html#eq-two">(1.2)</a>, (<a href="references.html#ref-opper2009">Opper and Archambeau, 2009</a>, section 2); '
+                    "@eq-other; @property; m[@key]</pre>")
+    assert book.in_code("# @eq-two", "01_a.html") == '# <a href="#eq-two">(1.2)</a>'
+
+
+def processed(path, *cells):
+    "The cells of a page, from those of a notebook: (type, source, outputs)."
+    made = [{"cell_type": kind, "source": text, "metadata": {}, **({"outputs": list(outputs), "execution_count": None} if kind == "code" else {})}
+            for kind, text, *outputs in [("markdown", TITLE), *cells]]
+    path.write_text(json.dumps({"cells": made, "metadata": {}, "nbformat": 4, "nbformat_minor": 5}))
+    processor = NBProcessor(path, [FrontmatterProc, hide_, BookProcessor], rm_directives="quarto")
+    processor.process()
+    return processor.nb.cells
+
+
+def test_all_of_a_solution_is_folded(tmp_path):
+    cells = processed(
+        tmp_path / "12_regression.ipynb", ("markdown", "## What to remember\n\n**1. Not this.**\n\n## Exercises\n\n**1. How?** Say so."),
+        ("code", "#| code-fold: true\nsolve()"), ("markdown", "Because.\n\n**2. Why?**\n\nAnd *when*?"), ("code", "answer()"), ("markdown", "So."))
+    assert [cell.source for cell in cells[2:]] == [
+        "## What to remember\n\n**1. Not this.**\n\n## Exercises", "**1. How?** Say so.", '<details class="solution">\n<summary>Solution</summary>',
+        "solve()", "Because.", "</details>", "**2. Why?**\n\nAnd *when*?", '<details class="solution">\n<summary>Solution</summary>', "answer()",
+        "So.", "</details>"]
+
+
+def test_printed_text_is_one_block_and_a_drawing_an_image(tmp_path):
+    printed = [{"output_type": "stream", "name": "stdout", "text": [f"{k}\n"]} for k in range(2)]
+    svg = ('<?xml version="1.0"?>\n<svg width="9pt"><metadata>x</metadata><g id="figure_1"><g id="patch_1">'
+           '<path d="M 0 0" style="fill: #ffffff"/></g></g></svg>')
+    figure = {"output_type": "display_data", "metadata": {}, "data": {"image/svg+xml": svg, "text/plain": "<Figure>"}}
+    cells = processed(tmp_path / "12_regression.ipynb", ("code", '#| fig-alt: "A <curve>"\nplot()', *printed, figure))
+    text, image = cells[-1].outputs
+    assert "".join(text.text) == "0\n1\n" and list(image["data"]) == ["text/html"]
+    assert 'alt="A &lt;curve&gt;"' in image["data"]["text/html"]
+    drawn = base64.b64decode(re.search("base64,([^\"]*)", image["data"]["text/html"])[1]).decode()
+    assert drawn == '<svg width="9pt"><g id="figure_1"><g id="patch_1"><path d="M 0 0" style="fill: none"/></g></g></svg>'
+
+
+def test_the_reference_reads_as_the_source_is_written():
+    from gp_thesis import inducing
+    page = Reference(read_book(TOP / "nbs", TOP / "references.bib")).page()
+    assert all(f"### `{name}` {{#inducing.{name}}}" in page for name in inducing.__all__)
+    assert "SVGP(model: GP, inducing, num_latents: int | None = None, whiten: bool = True)" in page
+    assert "jaxtyping" not in page and "@eq-" not in page
 
 
 def test_hidden_cells_define_no_labels(make_book):
@@ -210,7 +264,10 @@ def test_counts_of_tests_are_read(output, counts):
     assert outcomes(output) == counts
 
 
-@pytest.mark.parametrize(("source", "fails"), [("assert 1 + 1 == 3", True), ("#| eval: false\nassert False", False), ("x = 1", False)])
+@pytest.mark.parametrize(("source", "fails"), [("assert 1 + 1 == 3", True), ("#| eval: false\nassert False", False), ("x = 1", False),
+    # the package of the wheel and no other, and nothing else in the folder
+    ("import os, sys\nassert all(place.endswith('.cache/wheel') for place in sys.path if os.path.exists(f'{place}/gp_thesis/__init__.py'))\n"
+     "assert os.listdir() == ['some.ipynb']", False)])
 def test_a_notebook_that_fails_is_found(tmp_path, source, fails, capsys):
     path = tmp_path / "some.ipynb"
     cell = {"cell_type": "code", "source": source, "metadata": {}, "outputs": [], "execution_count": None}

@@ -11,7 +11,9 @@ import queue
 import re
 import resource
 import runpy
+import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import traceback
@@ -21,6 +23,7 @@ from pathlib import Path
 
 TOP = Path(__file__).resolve().parent.parent
 FIRST = ["tools.check_export", "tools.site"]    # tests look at what these leave behind
+INSTALLED = TOP / ".cache" / "wheel"            # the package as others have it: notebooks are run with it, without the checkout
 ALONE = ["tests/test_memory.py"]                # as large as all others together may be
 TOTAL_MEMORY, SECONDS = 8.0, 60                 # GiB of all at the same time; processor time above which a line is marked
 FORKS = multiprocessing.get_context("forkserver")
@@ -55,13 +58,33 @@ class Done:
         return f"{mark}{self.seconds:7.1f} s {self.memory:5.1f} GiB  {self.name}  {counts}".rstrip()
 
 
+def build_wheel() -> None:
+    "Build the wheel and unpack it, as an installation would, without what it depends on."
+    shutil.rmtree(INSTALLED, ignore_errors=True)
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run([*pip, "wheel", "--no-build-isolation", "--no-deps", "--wheel-dir", folder, str(TOP)], check=True)
+        subprocess.run([*pip, "install", "--no-deps", "--target", str(INSTALLED), *map(str, Path(folder).glob("*.whl"))], check=True)
+
+
+def away_from_the_checkout(notebook: str) -> None:
+    "A copy of a notebook in an empty folder becomes all that there is, beside the package from the wheel."
+    folder = INSTALLED.parent / "alone" / Path(notebook).stem
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    shutil.copy(notebook, folder)
+    os.chdir(folder)
+    sys.path[:] = [str(INSTALLED), *(place for place in sys.path if Path(place).resolve() != TOP)]
+
+
 def run(name: str) -> bool:
     "Whether `name`, a module, a notebook or a file of tests, failed."
     if name.endswith(".ipynb"):
+        away_from_the_checkout(name)
         from matplotlib_inline.config import InlineBackend
         from nbdev.test import test_nb
         InlineBackend.instance(print_figure_kwargs={"bbox_inches": None, "dpi": 30})    # each is drawn once, and small
-        return not test_nb(name, skip_flags=["notest"], basepath=".")[0]
+        return not test_nb(Path(name).name, skip_flags=["notest"])[0]
     if name.endswith(".py"):
         import pytest
         return bool(pytest.main(["-q", "--tb=short", "-W", "ignore:Module already imported", name]))
@@ -141,6 +164,8 @@ def main(wanted: list[str]) -> int:
     names = [name for name in [*FIRST, *notebooks, *tests] if not wanted or any(part in name for part in wanted)]
     together = [name for name in names if name not in FIRST + ALONE]
     done = [check(name, TOTAL_MEMORY) for name in names if name in FIRST]
+    if any(name.endswith(".ipynb") for name in names):
+        build_wheel()
     free = halves()
 
     def beside_another(name: str) -> Done:

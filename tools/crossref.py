@@ -5,9 +5,10 @@ may stand beside the number that a source gives the same equation. Labels are co
 `Book.resolve` then rewrites one piece of Markdown. Code, in fences or in ticks, is never touched.
 """
 
-import ast
+import io
 import json
 import re
+import tokenize
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -30,8 +31,10 @@ TOKENS = re.compile(rf"""
   | \[(?P<group>[^\[\]`$]*?(?<![\w/.])-?@[^\[\]`$]*)\](?![(\[{{])
   | (?<![\w/.@\\])@(?P<key>[A-Za-z][\w-]*\w)
 """, re.X | re.M)
+IN_CODE = re.compile(rf"(?<![\w.])@(?P<label>{LABEL})|\[(?P<works>@[A-Za-z][^\[\]<>@]*(?:; ?@[^\[\]<>@]*)*)\]")
 TITLE = re.compile(r"#[ \t]+\S.*\s*(>[ \t]+\S.*\s*)?(-[ \t]+\S.*:.*\s*)*")
 OPTION = re.compile(r"^#\|[ \t]*(?P<key>[\w-]+):[ \t]*(?P<value>.*?)[ \t]*$", re.M)
+IPYTHON = re.compile(r"^[ \t]*[%!].*$", re.M)               # magics are no Python
 HIDDEN = re.compile(r"^#\|[ \t]*(hide[ \t]*$|include:[ \t]*false)", re.M)
 
 
@@ -110,7 +113,7 @@ class Book:
             if not cells or cells[0][0] != "markdown" or not TITLE.fullmatch(cells[0][1]):
                 wrong.append(f"{path.name}: the first cell must hold a title, a one-line description and nothing else")
             for kind, text in cells:
-                pieces = [text] if kind == "markdown" else [*captions_in(text), *docstrings_in(text)]
+                pieces = [text] if kind == "markdown" else [*captions_in(text), *references_in(text)]
                 for piece in pieces:
                     try:
                         self.resolve(piece, path.name)
@@ -120,6 +123,24 @@ class Book:
             raise BookError("\n".join(wrong))
 
     # ---- second pass: text
+
+    def in_code(self, html: str, page: str) -> str:
+        "HTML of code with links where its comments and docstrings refer to labels or cite works."
+        def address(notebook):
+            return "" if Path(notebook).stem == Path(page).stem else Path(notebook).with_suffix(".html").name
+
+        def link(match):
+            if match["label"]:
+                target = self.labels.get(match["label"])         # else code that explains the syntax
+                return f'<a href="{address(target.notebook)}#{match["label"]}">{target.text}</a>' if target else match[0]
+            items = [item.strip().partition(",") for item in match["works"].split(";")]
+            if any(key[1:] not in self.bibliography for key, *_ in items):
+                return match[0]
+            said = [f'<a href="{address(REFERENCES)}#ref-{key[1:]}">{self.bibliography.names(key[1:])}, '
+                    f'{self.bibliography.year(key[1:])}</a>{comma}{detail}' for key, comma, detail in items]
+            return f"({'; '.join(said)})"
+
+        return IN_CODE.sub(link, html)
 
     def resolve(self, text: str, notebook: str) -> str:
         "Markdown of a notebook with numbers for labels and links for references and citations."
@@ -210,11 +231,11 @@ def captions_in(cell: str):
     return (value for key, value in options(cell).items() if key in ("fig-cap", "tbl-cap"))
 
 
-def docstrings_in(cell: str):
-    "The docstrings of an exported cell, which show_doc puts on the page."
-    if re.search(r"^#\|[ \t]*exports?\b", cell, re.M):
-        documented = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-        yield from (ast.get_docstring(node) or "" for node in ast.walk(ast.parse(cell)) if isinstance(node, documented))
+def references_in(cell: str):
+    "What the comments and docstrings of a code cell refer to: labels, and works in brackets."
+    for token in tokenize.generate_tokens(io.StringIO(IPYTHON.sub("", cell)).readline):
+        if token.type in (tokenize.COMMENT, tokenize.STRING):
+            yield from (match[0] for match in IN_CODE.finditer(token.string))
 
 
 @lru_cache

@@ -26,9 +26,10 @@ EQUATION = re.compile(r"\[\((\d+\.\d+)\)\]\([^()\s]*\)")
 
 
 class Source(NamedTuple):
-    "A function or a class as it is written: its docstring, and comments beside its arguments or fields."
+    "A function or a class as it is written: its docstring, and comments, types and defaults of its arguments or fields."
     docstring: str | None
     comments: dict[str, str]
+    types: dict[str, tuple[str, str]]
 
 
 def comment(lines: list[str], number: int) -> str:
@@ -40,6 +41,26 @@ def of_function(node: ast.FunctionDef, lines: list[str]) -> dict[str, str]:
     places = [*node.args.posonlyargs, *node.args.args, *filter(None, [node.args.vararg]), *node.args.kwonlyargs]
     said = {place.arg: comment(lines, place.lineno) for place in places if place.lineno > node.lineno}
     return said | ({"return": comment(lines, node.returns.end_lineno)} if node.returns else {})
+
+
+def types_of_function(node: ast.FunctionDef) -> dict[str, tuple[str, str]]:
+    "Types and defaults, as they are written, and the type of what is returned."
+    text = lambda part: ast.unparse(part) if part is not None else ""
+    given = node.args
+    places = [*given.posonlyargs, *given.args]
+    pairs = [*zip(places, [None] * (len(places) - len(given.defaults)) + given.defaults), *zip(given.kwonlyargs, given.kw_defaults),
+             *((place, None) for place in (given.vararg, given.kwarg) if place)]
+    return {place.arg: (text(place.annotation), text(default)) for place, default in pairs} | {"return": (text(node.returns), "")}
+
+
+def types_of_class(node: ast.ClassDef) -> dict[str, tuple[str, str]]:
+    "Of its fields and of its constructor."
+    found = {inner.target.id: (ast.unparse(inner.annotation), ast.unparse(inner.value) if inner.value else "")
+             for inner in node.body if isinstance(inner, ast.AnnAssign)}
+    for inner in node.body:
+        if isinstance(inner, ast.FunctionDef) and inner.name == "__init__":
+            found |= types_of_function(inner)
+    return found
 
 
 def of_class(node: ast.ClassDef, lines: list[str]) -> dict[str, str]:
@@ -62,9 +83,9 @@ def read(module: ModuleType) -> dict[str, Source]:
     def collect(nodes, owner=""):
         for node in nodes:
             if isinstance(node, ast.FunctionDef):
-                found[owner + node.name] = Source(ast.get_docstring(node), of_function(node, lines))
+                found[owner + node.name] = Source(ast.get_docstring(node), of_function(node, lines), types_of_function(node))
             elif isinstance(node, ast.ClassDef):
-                found[owner + node.name] = Source(ast.get_docstring(node), of_class(node, lines))
+                found[owner + node.name] = Source(ast.get_docstring(node), of_class(node, lines), types_of_class(node))
                 collect(node.body, f"{owner}{node.name}.")
 
     collect(ast.parse(text).body)

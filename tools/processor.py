@@ -4,10 +4,11 @@ It puts the chapter's number in the title and the Colab badge at the head, keeps
 documentation folded below it, captions figures and tables, and resolves citations and cross-references.
 """
 
+import base64
+import html
 import re
 from functools import cache, cached_property
 from importlib import import_module
-from operator import attrgetter
 from pathlib import Path
 
 import nbdev.config
@@ -16,12 +17,15 @@ from fastcore.nbio import mk_cell
 from nbdev.config import get_config, nbpath2html
 from nbdev.doclinks import NbdevLookup
 from nbdev.process import Processor
-from nbdev.showdoc import show_doc
 
+from . import api
 from .crossref import OPTION, REFERENCES, anchor, chapter_number, options, read_book
 
 SHOW_DOC = re.compile(r"^show_doc\((?P<name>[\w.]+)", re.M)
-ABOVE = re.compile(r"\A[\s\S]*?^#{2,}[ \t]+.*\n", re.M)           # a rule, a link to the source, the heading
+EXERCISE = re.compile(r"^(?=\*\*\d+\.[ *])", re.M)                   # before the number that an exercise begins with
+HEADING = re.compile(r"^## Exercises *$", re.M)
+GROUND = re.compile(r'(<g id="(?:axes|figure)_\d+">\s*<g id="patch_\d+">\s*<path d="[^"]*"\s*style=")fill: #ffffff')
+METADATA = re.compile(r"\s*<metadata>[\s\S]*?</metadata>")
 COLAB = "https://colab.research.google.com/github"
 
 nbdev.config._load_toml = cache(nbdev.config._load_toml)         # read for each name that nbdev looks up, 4500 times
@@ -56,7 +60,7 @@ class BookProcessor(Processor):
             else:
                 cell.source = self.text(cell.source) if cell.cell_type == "markdown" else cell.source
                 cells.append(cell)
-        self.nb.cells = cells + self.documentation(names)
+        self.nb.cells = self.exercises(cells + self.documentation(names))
         self.title()
 
     # ---- text
@@ -82,7 +86,37 @@ class BookProcessor(Processor):
         front.source = f"---\n{yaml.safe_dump(meta, allow_unicode=True)}---\n\n"
         if self.name != REFERENCES and self.config.repo:
             where = f"{COLAB}/{self.config.user}/{self.config.repo}/blob/{self.config.branch}/nbs/{self.name}"
-            self.nb.cells.insert(1, mk_cell(f"[Open in Colab]({where}){{.colab}}", "markdown"))
+            kept = f'<a href="notebooks/{self.name}" class="colab" download>Download the notebook</a>'
+            self.nb.cells.insert(1, mk_cell(f"[Open in Colab]({where}){{.colab}} {kept}", "markdown"))
+
+    def exercises(self, cells: list) -> list:
+        "Everything between one exercise's question and the next one under the word *Solution*."
+        shown, solution, begun = [], [], False
+
+        def close():
+            if solution:
+                shown.extend([mk_cell('<details class="solution">\n<summary>Solution</summary>', "markdown"), *solution,
+                              mk_cell("</details>", "markdown")])
+                solution.clear()
+
+        for cell in cells:
+            heading = HEADING.search(cell.source) if cell.cell_type == "markdown" else None
+            if begun and cell.cell_type == "code":
+                cell.source = "\n".join(line for line in cell.source.split("\n") if not line.startswith("#| code-"))
+                solution.append(cell)
+            elif begun or heading:
+                start = 0 if begun else heading.end()
+                before, *questions = EXERCISE.split(cell.source[start:])
+                if answer := (cell.source[:start] + before).strip():
+                    (solution if begun else shown).append(mk_cell(answer, "markdown"))
+                for question in questions:
+                    close()
+                    shown.append(mk_cell(question.strip(), "markdown"))
+                begun = True
+            else:
+                shown.append(cell)
+        close()
+        return shown
 
     # ---- code
 
@@ -90,28 +124,29 @@ class BookProcessor(Processor):
         "The cells that a code cell becomes on the page."
         if "default_exp" in cell.directives_ or "exporti" in cell.directives_:
             return []
-        for output in cell.get("outputs", []):
+        cell.outputs = joined(cell.get("outputs", []))
+        for output in cell.outputs:
             data = output.get("data") or {}
             if "text/markdown" in data:
                 data["text/markdown"] = self.text("".join(data["text/markdown"]))
+            if "image/svg+xml" in data:
+                output["data"] = {"text/html": drawing("".join(data["image/svg+xml"]), options(cell.source).get("fig-alt", ""))}
         if "export" in cell.directives_ and only_imports(cell):
             cell.source = f'#| code-fold: true\n#| code-summary: "Imports"\n{cell.source}'
         label = options(cell.source).get("label", "")
         return self.captioned(cell, label) if label in self.book.labels else [cell]
 
     def documentation(self, names: list[str]) -> list:
-        "What show_doc says of these names, folded, with the anchors that links to them and to their methods point at."
+        "Links from these names to the reference, with the anchors that links to them and to their methods point at."
         if not names:
             return []
         known = [full.split(".", 2)[-1] for full in NbdevLookup().syms if full.startswith(f"{self.module.__name__}.")]
-        bodies, links = [], []
+        links = []
         for name in reversed(names):                # nbdev puts the last of a cell first
             anchors = dict.fromkeys([name, *(other for other in known if other.startswith(f"{name}."))])
-            links.append("".join(anchor(other.lower()) for other in anchors) + f"<code>{name}</code>")
-            markdown = ABOVE.sub("", show_doc(attrgetter(name)(self.module))._repr_markdown_())
-            bodies.append(self.text(markdown.replace("jax.jaxlib._jax.Array", "jax.Array").strip()))
-        head = f'<details class="reference">\n<summary>Reference: {", ".join(links)}</summary>'
-        return [mk_cell("\n\n".join([head, *bodies, "</details>"]), "markdown")]
+            links.append("".join(anchor(other.lower()) for other in anchors)
+                         + f"[`{name}`]({api.PAGE}#{api.place(self.module.__name__, name)})")
+        return [mk_cell(f'::: {{.reference}}\nReference: {", ".join(links)}\n:::', "markdown")]
 
     def captioned(self, cell, label: str) -> list:
         "A cell with a label: its code and printed text, then its figure or table under a number and a caption."
@@ -128,6 +163,24 @@ class BookProcessor(Processor):
         above = mk_cell(f'<figure class="book-{target.kind}" id="{label}">', "markdown")
         below = mk_cell(f"<figcaption>\n\n{words}\n\n</figcaption>\n</figure>", "markdown")
         return [cell, above, figure, below]
+
+
+def joined(outputs: list) -> list:
+    "Outputs with what was printed in several parts as one."
+    kept = []
+    for output in outputs:
+        if kept and output.output_type == "stream" and kept[-1].get("name") == output.name:
+            kept[-1].text = [*kept[-1].text, *output.text]
+        else:
+            kept.append(output)
+    return kept
+
+
+def drawing(svg: str, alt: str) -> str:
+    "A figure as an image of its own, without its white ground, so that the page's shows."
+    svg = METADATA.sub("", GROUND.sub(r"\1fill: none", svg[svg.index("<svg"):]))
+    data = base64.b64encode(svg.encode()).decode()
+    return f'<img src="data:image/svg+xml;base64,{data}" alt="{html.escape(alt)}" class="img-fluid">'
 
 
 def is_picture(output) -> bool:

@@ -9,6 +9,7 @@ import re
 import sys
 from pathlib import Path
 
+from .api import PAGE
 from .crossref import HIDDEN, OPTION, REFERENCES, read_book
 
 TOP = Path(__file__).resolve().parent.parent
@@ -27,6 +28,7 @@ def readme() -> str:
             parts.append(f"```python\n{OPTION.sub('', text).strip()}\n```")
     text = "\n\n".join(part.strip() for part in parts) + "\n"
     text = re.sub(rf"\[([^\]]+)\]\({REFERENCES}#[\w-]+\)", r"\1", text).replace(f"]({REFERENCES})", "](references.bib)")
+    text = re.sub(rf"\[([^\]]+)\]\({PAGE}[^)]*\)", r"\1", text)             # made for the site, too
     return re.sub(r"\]\(([\w.-]+\.ipynb)", r"](nbs/\1", text)
 
 

@@ -17,12 +17,14 @@ from nbdev.config import get_config
 from nbdev.serve import proc_nbs
 from smalldocs.site import build
 
-from . import mathjax
+from . import api, mathjax
 from .crossref import BookError, read_book
 
 TOP = Path(__file__).resolve().parent.parent
 PROCESSED, SITE = TOP / "_proc", TOP / "_docs"
-FILES = ["styles.css", "offline-search.js", "favicon.svg"]
+FILES = ["styles.css", "book.js", "favicon.svg"]
+CODE = re.compile(r"<pre\b[\s\S]*?</pre>")
+NO_HEADER = re.compile(r"<th( [^>]*)?></th>")                          # the corner of a table heads nothing
 KATEX = re.compile(r'<(?:link|script)\b[^>]*/katex@[^>]*>(?:</script>)?\n?')
 WEB_FONT = re.compile(r"""@import\s+(?:url\(\s*["']?https?:[^)]*\)|(["'])https?:.*?\1)[^;]*;""")
 OUTSIDE = re.compile(r'<(?:script|img|iframe|source)\b[^>]*\bsrc="(?:https?:)?//[^>]*>|<link\b[^>]*rel="(?:stylesheet|icon|preload)"[^>]*href="(?:https?:)?//[^>]*>')
@@ -38,12 +40,13 @@ def process(notebooks: Path):
     "From notebooks to `_proc/`: everything that either renderer reads."
     shutil.rmtree(PROCESSED, ignore_errors=True)
     proc_nbs(str(notebooks), n_workers=0, force=True)
+    (PROCESSED / api.PAGE).write_text(api.Reference(read_book(notebooks, TOP / "references.bib")).page())
     config = get_config()
     settings = yaml.safe_load((TOP / "_quarto.yml").read_text())
+    settings["website"]["repo-url"] = config.git_url                    # it stands in pyproject.toml, once
     missing = [name for name in listed(settings["website"]["sidebar"]["contents"]) if not (PROCESSED / name).exists()]
     if missing:
         raise BookError(f"_quarto.yml lists pages that are not there: {', '.join(missing)}")
-    settings["website"]["repo-url"] = config.git_url                    # it stands in pyproject.toml, once
     (PROCESSED / "_quarto.yml").write_text(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
     for name in FILES:
         shutil.copy(TOP / "tools" / name, PROCESSED / name)
@@ -63,11 +66,15 @@ def render():
     shutil.move(PROCESSED / "_docs", SITE)
 
 
-def finish():
-    "Point the pages at our copy of MathJax, give the search an index that works from a folder, and look for leaks."
+def finish(notebooks: Path):
+    "Link what code refers to, point the pages at our copy of MathJax, give the search an index that works from a folder, and look for leaks."
     script = f'<script src="{mathjax.SCRIPT}" defer></script>\n'
+    book = read_book(notebooks, TOP / "references.bib")
+    shutil.copytree(notebooks, SITE / "notebooks", ignore=lambda _, names: {name for name in names if not name.endswith(".ipynb")})
     for page in sorted(SITE.glob("*.html")):
-        text = page.read_text()
+        text = CODE.sub(lambda code: book.in_code(code[0], page.name), page.read_text())
+        text = NO_HEADER.sub(r"<td\1></td>", text)
+        page.write_text(text)
         if KATEX.search(text):
             text = KATEX.sub("", text).replace("</head>", f"{script}</head>", 1)
             page.write_text(text)
@@ -90,7 +97,7 @@ def main():
         read_book(notebooks, TOP / "references.bib")                     # every unknown label or key, before any work
         process(notebooks)
         render()
-        finish()
+        finish(notebooks)
     except BookError as error:
         raise SystemExit(f"the site is not built:\n{error}")
     print(f"{len(list(SITE.glob('*.html')))} pages in {SITE.name}/; open {SITE.name}/index.html in a browser")
