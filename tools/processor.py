@@ -25,6 +25,7 @@ SHOW_DOC = re.compile(r"^show_doc\((?P<name>[\w.]+)", re.M)
 EXERCISE = re.compile(r"^(?=\*\*\d+\.[ *])", re.M)                   # before the number that an exercise begins with
 HEADING = re.compile(r"^## Exercises *$", re.M)
 GROUND = re.compile(r'(<g id="(?:axes|figure)_\d+">\s*<g id="patch_\d+">\s*<path d="[^"]*"\s*style=")fill: #ffffff')
+PATH, FINE = re.compile(r' d="[^"]*"'), re.compile(r"(\.\d\d)\d+")
 METADATA = re.compile(r"\s*<metadata>[\s\S]*?</metadata>")
 COLAB = "https://colab.research.google.com/github"
 
@@ -179,6 +180,7 @@ def joined(outputs: list) -> list:
 def drawing(svg: str, alt: str) -> str:
     "A figure as an image of its own, without its white ground, so that the page's shows."
     svg = METADATA.sub("", GROUND.sub(r"\1fill: none", svg[svg.index("<svg"):]))
+    svg = PATH.sub(lambda path: FINE.sub(r"\1", path[0]).replace("\n", " "), svg)       # to a hundredth of a point
     data = base64.b64encode(svg.encode()).decode()
     return f'<img src="data:image/svg+xml;base64,{data}" alt="{html.escape(alt)}" class="img-fluid">'
 
