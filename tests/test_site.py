@@ -117,14 +117,14 @@ def test_page_opens_offline_with_formulas_and_figures(page, server, name):
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_accessibility(browser, server, scheme):
-    "No serious finding of axe on any page. Its rules are those that it counts as serious; the others take time."
+    "No serious finding of axe on any page. The thousands of strokes of each formula are left out."
     axe = Axe()
     with browser.new_context(color_scheme=scheme, viewport={"width": 1280, "height": 900}) as context:
         tab, found = context.new_page(), []
         for name in PAGES:
             tab.goto(f"{server}/{name}", wait_until="load")
             tab.evaluate(FORMULAS)
-            for violation in axe.run(tab, options={"resultTypes": ["violations"]}).response["violations"]:
+            for violation in axe.run(tab, context={"exclude": [["mjx-container"]]}, options={"resultTypes": ["violations"]}).response["violations"]:
                 if violation["impact"] in ("serious", "critical"):
                     found.append((name, violation["id"], violation["nodes"][0]["html"][:120]))
     assert found == []
