@@ -377,6 +377,7 @@ def is_positive(p: Parameter) -> bool:
 def as_signal(
     given: PyTree,  # The approximation to begin with
     inputs: Array | None = None,  # (N, D)
+    smooth: float = 1.0,  # How much longer the lengthscales are than inputs are apart
 ) -> PyTree:
     "The given one with a tenth of the noise, and lengthscales on the scale of inputs."
     apart = np.zeros(1)
@@ -388,7 +389,9 @@ def as_signal(
             return 0.1 * p.value
         if is_positive(p) and "lengthscale" in names:
             own = apart if p.value.shape[-1:] == apart.shape else np.median(apart)
-            return np.where(own > 0, own, p.value)
+            return np.where(own > 0, smooth * own, p.value)
+        if is_positive(p) and {"kernel", "variance"} <= names:
+            return smooth**2 * p.value
         return p.value
 
     return _moved(given, move)
@@ -426,10 +429,11 @@ def _start(k, given, before, best, seed, inputs):
     if k == 0:
         return given
     numbers = lambda approx: fingerprint(eqx.filter(approx, eqx.is_array_like))
-    second = as_signal(given, inputs)
-    if k == 1 and numbers(second) != numbers(given):
-        return second
-    random, width = np.random.default_rng([*seed, k]), (0.5, 1.0, 2.0)[(k - 2) % 3]
+    if k <= 2:
+        signal = as_signal(given, inputs, smooth=(1.0, 5.0)[k - 1])
+        if numbers(signal) != numbers(given):
+            return signal
+    random, width = np.random.default_rng([*seed, k]), (0.5, 1.0, 2.0)[k % 3]
     return another_start(before, best, random, width, inputs)
 
 

@@ -832,7 +832,7 @@ def test_an_outlier_gives_no_nan_and_no_false_claim(regression, outlier):
 
 
 def test_two_starts_make_a_better_end_than_one(data):
-    find = lambda **settings: fit(Hills(positive(np.exp(-2.0))), data, key=jax.random.key(0), progress=False, **settings)
+    find = lambda **settings: fit(Hills(positive(np.exp(-2.0))), data, key=jax.random.key(1), progress=False, **settings)
     one, several = find(), find(restarts=12)
     assert one.restarts is None and np.isclose(np.log(one.approx.model.value), -1.675, atol=0.01)      # the lower of two hills
     assert len(several.restarts) == 12 and np.isclose(several.restarts[0], one.history.objective[-1])
@@ -890,6 +890,10 @@ def test_another_start_moves_what_a_model_is_made_of():
         assert np.isclose(second.model.likelihood.variance.value, 0.05) and np.allclose(lengthscales(second), expected)
     each = fitting.as_signal(Exact(GP(RBF([1.0, 1.0]), Gaussian(0.5))), X * [1.0, 0.0])             # a column that is constant
     assert np.allclose(unwrap(each.model.kernel.lengthscale), [X[:, 0].std() * np.sqrt(2), 1.0])
+    smooth, before = fitting.as_signal(given, X, smooth=5.0), fitting.as_signal(given, X)
+    assert np.allclose(lengthscales(smooth), 5 * lengthscales(before))
+    assert [float(k.variance.value) for k in smooth.model.kernel.kernels] == pytest.approx([3.0, 25.0])      # the first is frozen
+    assert smooth.model.likelihood.variance.value == before.model.likelihood.variance.value
     single = fitting.another_start(cast(given, jnp.float32), cast(ends, jnp.float32), rng, 0.5, X)
     assert all(leaf.dtype == np.float32 for leaf in jax.tree.leaves(eqx.filter(single, eqx.is_inexact_array)))
     assert jax.tree.structure(single) == jax.tree.structure(given)
@@ -903,6 +907,15 @@ def test_a_second_start_finds_the_function_in_any_unit(unit):
     start = Exact(GP(RBF([3.0, 3.0]), Gaussian(1.0)))
     ends = fit(start, (unit * X, y), restarts=2, key=jax.random.key(0), progress=False).restarts
     assert ends[1] > 20 and (unit == 1.0) == (ends[0] > 20)         # -40.5 where all is taken for noise
+
+
+def test_a_third_start_finds_the_smooth_function():
+    rng = np.random.default_rng(6)
+    X = 1.05 * rng.uniform(-1.7, 1.7, (60, 4))
+    y = np.exp(X[:, 0] / 1.3125) + X[:, 1] * X[:, 2] / 2.205 + 0.1728 * X[:, 3] ** 3
+    y = (y - y.mean()) / y.std() + 0.003 * rng.normal(size=60)
+    ends = fit(Exact(GP(RBF(np.ones(4)), Gaussian(0.1))), (X, y), restarts=3, key=jax.random.key(0), progress=False).restarts
+    assert ends[2] > 71 > ends[:2].max()                             # 59.1, with a short lengthscale where the third has a long one
 
 
 class Hills(eqx.Module):
