@@ -368,7 +368,7 @@ def _moved(tree: PyTree, move: Callable) -> PyTree:
 
     return jax.tree_util.tree_map_with_path(replace, tree, is_leaf=is_parameter)
 
-
+# %% ../nbs/14_fitting.ipynb #c032h
 def is_positive(p: Parameter) -> bool:
     "Whether p is a parameter made by `positive`."
     return p.constraint is constraints.softplus_positive
