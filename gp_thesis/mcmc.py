@@ -9,6 +9,7 @@ __all__ = ['at_values', 'given_values', 'log_standard_normal', 'Sampled', 'laten
            'uniform_p_value', 'calibrate']
 
 # %% ../nbs/40_mcmc.ipynb #a004
+import json
 import math
 import time
 import warnings
@@ -26,11 +27,10 @@ from jaxtyping import Array, Float, PyTree
 from numpyro.diagnostics import effective_sample_size, split_gelman_rubin
 from numpyro.distributions import biject_to
 from numpyro.infer import NUTS
-from scipy.special import ndtri
-from scipy.stats import chi2, rankdata
+from scipy import special, stats
 from tqdm import tqdm
 
-from .checkpoints import Checkpoints, fingerprint, last_whole, named, revived
+from .checkpoints import Checkpoints, fingerprint, last_whole, revived, written
 from .exact import (
     GP, Approximation, Posterior, check_data, check_query, compiled, float_dtype)
 from .inducing import (
@@ -217,9 +217,8 @@ def values_of_q(approx, start, key, n: int) -> Array:
 # %% ../nbs/40_mcmc.ipynb #b016
 class SGPMC(Sampled):
     """q(f) = ∫ p(f | u) q*(u) du with the best of all q*(u), by draws of u = L v and of
-    the parameters, @eq-sparse-density. For any likelihood. [@hensman2015mcmc]
-
-    O(N M² + M³) time for a value of the density. Inducing inputs are held."""
+    the parameters, @eq-sparse-density. For any likelihood; inducing inputs are held.
+    O(N M² + M³) time for a value of the density. [@hensman2015mcmc]"""
     model: GP  # what is believed of f, y and the parameters
     inducing: InducingVariables | tuple[InducingVariables, ...]
     v: Parameter  # (M,) or (M, P)
@@ -472,7 +471,9 @@ def _about(approx, batch, key, kernel, settings):
     "Which run this is, for a folder of checkpoints."
     whole = getattr(kernel, "func", kernel).__name__
     keywords = sorted(getattr(kernel, "keywords", {}).items())
-    numbers = fingerprint(eqx.filter(approx, eqx.is_array_like))
+    arrays = {}  # by names, since numpyro keeps the fields of a prior in any order
+    words = np.frombuffer(json.dumps(written(approx, arrays)).encode(), np.uint8)
+    numbers = fingerprint([words, *(array for _, _, array in arrays.values())])
     return {"the approximation": f"{type(approx).__name__} of {numbers}",
             "the data": fingerprint(batch), "the key": fingerprint(key),
             "the settings": f"{whole} {keywords}, {settings}"}
@@ -616,7 +617,7 @@ def _mixed_log_density(mixture, Xs, ys):
 def ranked(x: np.ndarray) -> np.ndarray:
     "Normal scores of the ranks of all draws (chains, S, ...), @eq-normal-scores."
     flat = x.reshape(-1, *x.shape[2:])
-    scores = ndtri((rankdata(flat, axis=0) - 0.375) / (len(flat) + 0.25))
+    scores = special.ndtri((stats.rankdata(flat, axis=0) - 0.375) / (len(flat) + 0.25))
     return scores.reshape(x.shape)
 
 
@@ -870,7 +871,7 @@ def uniform_p_value(ranks: np.ndarray, draws: int, bins: int = 10) -> np.ndarray
     bin_of = np.digitize(ranks, edges[1:-1])
     counts = np.stack([(bin_of == b).sum(axis=0) for b in range(bins)], axis=-1)
     expected = R * width / (draws + 1)
-    return chi2.sf(((counts - expected) ** 2 / expected).sum(-1), bins - 1)
+    return stats.chi2.sf(((counts - expected) ** 2 / expected).sum(-1), bins - 1)
 
 # %% ../nbs/40_mcmc.ipynb #h014
 @eqx.filter_jit
