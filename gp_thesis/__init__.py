@@ -14,6 +14,7 @@ plotting library.
 
 import json as _json
 import sys as _sys
+from importlib import import_module as _import_module
 from operator import attrgetter as _attrgetter
 from pathlib import Path as _Path
 
@@ -61,11 +62,15 @@ def _explain():
             (object.__setattr__ if frozen else setattr)(member, "__doc__", text)
 
 
+_WHEN_ASKED_FOR = {"GPRegressor": "estimators", "GPClassifier": "estimators"} | dict.fromkeys(
+    ("GPMC", "SGPMC", "Mixture", "Run", "calibrate", "sample"), "mcmc")
+
+
 def __getattr__(name):
-    "`GPRegressor` and `GPClassifier`, which need scikit-learn, when asked for."
-    if name in ("GPRegressor", "GPClassifier"):
-        from . import estimators
-        return getattr(estimators, name)
+    "What needs scikit-learn or numpyro's samplers, when asked for."
+    if name in _WHEN_ASKED_FOR:
+        module = _import_module(f".{_WHEN_ASKED_FOR[name]}", __name__)
+        return getattr(module, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
