@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['CONTAINERS', 'PIECES', 'FUNCTIONS_OF', 'FORMAT', 'is_key', 'named', 'revived', 'fingerprint', 'Checkpoints',
-           'last_whole', 'name_of', 'thing_of', 'written', 'read', 'save', 'load']
+           'last_whole', 'name_of', 'thing_of', 'written', 'by_name', 'read', 'save', 'load']
 
 # %% ../nbs/07_checkpoints.ipynb #k004
 import hashlib
@@ -231,6 +231,13 @@ def written(
             name: again(a, f".{name}") for name, a in _fields(x).items()}}
     raise ValueError(f"{place} is {x!r}, which cannot be saved: neither an array, a "
                      "number or a word, nor of a class that a module defines")
+
+# %% ../nbs/07_checkpoints.ipynb #k020b
+def by_name(tree: PyTree) -> PyTree:
+    "The tree with distributions as dictionaries of their fields, for `fingerprint`."
+    is_one = lambda x: isinstance(x, Distribution)
+    parts = lambda x: {name: by_name(part) for name, part in _fields(x).items()}
+    return jax.tree.map(lambda x: parts(x) if is_one(x) else x, tree, is_leaf=is_one)
 
 # %% ../nbs/07_checkpoints.ipynb #k021
 def _plain(x, place):

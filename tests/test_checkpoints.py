@@ -169,3 +169,19 @@ def test_a_run_that_is_killed_twenty_times_while_it_writes_ends_bit_identical(tm
     cut, whole = (dict(np.load(tmp_path / f"{name}.npz")) for name in ("cut", "whole"))
     assert cut.keys() == whole.keys() and len(whole["objective"]) == 61
     assert all(np.array_equal(cut[name], whole[name]) for name in whole)
+
+
+ORDER = """
+import equinox as eqx, numpyro.distributions as dist
+from gp_thesis.checkpoints import by_name, fingerprint
+priors = [dist.Normal(1.0, 2.0), dist.Gamma(3.0, 4.0), dist.StudentT(5.0, 6.0, 7.0), dist.LogNormal(8.0, 9.0)]
+print(fingerprint(eqx.filter(by_name(priors), eqx.is_array_like)))
+"""
+
+
+def test_a_digest_of_priors_is_that_of_another_process():
+    "numpyro flattens a distribution in the order of a set, which differs from process to process."
+    run = lambda seed: subprocess.run([sys.executable, "-c", ORDER], env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True, text=True)
+    first, *others = (run(seed) for seed in "123")
+    assert "; " in first.stdout, first.stderr
+    assert [other.stdout for other in others] == [first.stdout] * 2
