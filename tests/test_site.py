@@ -37,8 +37,9 @@ FORMULAS = """async () => {
 FIGURES = """() => [...document.querySelectorAll('main img')].filter(e => e.getClientRects().length).map(e => (
   {natural: e.complete ? e.naturalWidth : 0, shown: e.getBoundingClientRect().width}))"""
 
-CUT = """() => [...document.querySelectorAll('main pre, main mjx-container[display]')]
+CUT = """() => [...document.querySelectorAll('main pre, main .math.display, main mjx-container[display]')]
   .filter(e => e.getClientRects().length && e.scrollWidth > e.clientWidth + 1).map(e => e.textContent.slice(0, 80))"""
+REDRAWN = "() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
 TOO_WIDE = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
 
 
@@ -124,6 +125,7 @@ def test_page_opens_offline_with_formulas_and_figures(page, server, name):
     assert page.wrong == []
     assert [url for url in page.asked if not url.startswith((server, "data:"))] == []
     page.set_viewport_size({"width": 1280, "height": 900})
+    page.evaluate(REDRAWN)                                                          # formulas are fitted anew
     assert page.evaluate(CUT) == []                                                 # of code, printed text and formulas, on a laptop
     page.set_viewport_size({"width": 360, "height": 740})
     assert page.evaluate(TOO_WIDE) == 0                                             # on a phone only parts of a page scroll sideways
