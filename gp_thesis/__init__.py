@@ -62,8 +62,9 @@ def _explain():
             (object.__setattr__ if frozen else setattr)(member, "__doc__", text)
 
 
-_WHEN_ASKED_FOR = {"GPRegressor": "estimators", "GPClassifier": "estimators"} | dict.fromkeys(
-    ("GPMC", "SGPMC", "Mixture", "Run", "calibrate", "sample"), "mcmc")
+_WHEN_ASKED_FOR = {
+    **dict.fromkeys(("GPRegressor", "GPClassifier"), "estimators"),
+    **dict.fromkeys(("GPMC", "SGPMC", "Mixture", "Run", "calibrate", "sample"), "mcmc")}
 
 
 def __getattr__(name):
