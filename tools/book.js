@@ -66,13 +66,14 @@ document.addEventListener("DOMContentLoaded", () => {
 // What scrolls can be scrolled from the keyboard.
 const reachable = () => document.querySelectorAll("main pre, main mjx-container[display], main .cell-output-display, main .sd-table, main table")
   .forEach((element) => { if (element.scrollWidth > element.clientWidth + 1) element.tabIndex = 0; });
-// A formula that is wider than its column is set smaller, down to seven tenths; what is wider still scrolls.
+// A formula that is wider than its column is set smaller, down to seven tenths; what is wider still keeps its size and scrolls.
 const fitted = () => document.querySelectorAll("main .math.display").forEach((formula) => {
   formula.style.fontSize = "";
   for (let size = 100; size > 70 && formula.scrollWidth > formula.clientWidth + 1;) {
     size = Math.max(70, Math.min(size - 1, size * formula.clientWidth / formula.scrollWidth));
     formula.style.fontSize = `${size}%`;
   }
+  if (formula.scrollWidth > formula.clientWidth + 1) formula.style.fontSize = "";
 });
 
 window.addEventListener("load", async () => {
