@@ -22,6 +22,9 @@ if "google.colab" in sys.modules:
     get_ipython().run_line_magic("pip", f"install -q '{{package}}'")"""
 
 
+EATEN = re.compile(r"(\\begin\{(aligned|gathered)\}|\\\\)\s*\[(?!-?[\d.]+(em|pt|ex)\])")
+
+
 def cells(path, kind):
     return ["".join(cell["source"]) for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == kind]
 
@@ -161,3 +164,14 @@ def test_a_stale_number_is_found(tmp_path):
     path = tmp_path / "x.ipynb"
     path.write_text(json.dumps({"cells": [cell]}))
     assert stale(path) == ["σ is {RBF sigma|.2f}"]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_no_bracket_that_begins_a_line_of_a_formula_is_taken_for_an_option(path):
+    found = [text[max(0, m.start() - 20):m.end() + 40] for text in cells(path, "markdown") for m in EATEN.finditer(text)]
+    assert not found, f"{path.name}: write {{}}[ at the beginning of a line: {found}"
+
+
+def test_an_eaten_bracket_is_found():
+    assert EATEN.search(r"\begin{aligned} [K]_{rn} &= 1") and EATEN.search(r"a \\ [K]_{rn} &= 1")
+    assert not EATEN.search(r"\begin{aligned} {}[K]_{rn} &= 1") and not EATEN.search(r"a \\[4pt] b")

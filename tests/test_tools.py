@@ -50,6 +50,12 @@ def test_equations_are_numbered_by_chapter_and_carry_the_source(make_book):
     assert 'id="eq-one"' in text and "{#eq" not in text
 
 
+def test_long_sources_stand_in_lines(make_book):
+    places = '$$ a $$ {#eq-one source="HMG15, section 3.2, and 14"}'
+    text = make_book(_12_regression=[places]).resolve(places, "12_regression.ipynb")
+    assert r"\scriptsize\text{HMG15, section 3.2,}\\[-.2em]\scriptsize\text{and 14}\end{array}" in text
+
+
 def test_references_link_within_a_page_and_across_pages(make_book):
     book = make_book(_12_regression=[EQUATION], _13_fitting=["See @eq-two."])
     assert book.resolve("See @eq-one.", "12_regression.ipynb") == "See [(12.1)](#eq-one)."

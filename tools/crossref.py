@@ -61,6 +61,17 @@ def source_of(attrs: str | None) -> str:
     return found[2] if found else ""
 
 
+def in_lines(source: str, width: int = 20) -> list[str]:
+    "A list of places, parted where a comma or semicolon stands: a number beside a formula takes its width from both sides."
+    lines: list[str] = []
+    for place in re.split(r"(?<=[,;]) ", source):
+        if lines and len(lines[-1]) + 1 + len(place) <= width:
+            lines[-1] += f" {place}"
+        else:
+            lines.append(place)
+    return lines
+
+
 def options(cell: str) -> dict[str, str]:
     "The `#| key: value` options of a code cell, as plain strings."
     return {m["key"]: m["value"].strip("\"'") for m in OPTION.finditer(cell)}
@@ -165,7 +176,8 @@ class Book:
             return match[0]
         prefix = match["prefix"] or ""
         number, source = self.labels[match["equation"]].number, source_of(match["eq_attrs"])
-        beside = rf"$\begin{{array}}{{r}}({number})\\[-.2em]\scriptsize\text{{{source}}}\end{{array}}$"    # small, below ours
+        small = "".join(rf"\\[-.2em]\scriptsize\text{{{line}}}" for line in in_lines(source))                 # small, below ours
+        beside = rf"$\begin{{array}}{{r}}({number}){small}\end{{array}}$"
         tag = rf"\tag*{{{beside}}}" if source else rf"\tag{{{number}}}"
         return f'{prefix}{anchor(match["equation"])}\n{prefix}$${match["tex"].rstrip()} {tag}$$'
 
