@@ -338,17 +338,21 @@ def _cholesky_or_error_jvp(message, primals, tangents):
     return L, _slope(L, primals, tangents)
 
 # %% ../nbs/02_linalg.ipynb #c022
-def _pad_identity(T, size):
-    "T (N, N), continued along the diagonal by an identity to (size, size)."
-    extra = size - len(T)
-    ones = (jnp.arange(size) >= len(T)).astype(T.dtype)
-    return jnp.pad(T, [(0, extra)] * 2) + jnp.diag(ones) if extra else T
-
-
 @one_at_a_time
 def _invert(L):
     "X with X L = I."
     return lax.linalg.triangular_solve(L, jnp.eye(len(L), dtype=L.dtype), lower=True)
+
+
+def _by_halves(L, whole):
+    "@eq-block-inverse, down to so many rows."
+    N = len(L)
+    if N <= whole:
+        return _invert(L)
+    half = -(-N // 2)
+    X1, X2 = _by_halves(L[:half, :half], whole), _by_halves(L[half:, half:], whole)
+    below = -X2 @ (L[half:, :half] @ X1)
+    return jnp.block([[X1, jnp.zeros((half, N - half), L.dtype)], [below, X2]])
 
 
 @jax.custom_jvp
@@ -358,18 +362,8 @@ def inverse_lower(
 ) -> Array:  # (N, N)
     "L⁻¹ by matrix products, worth its price where it meets many right hand sides."
     N = L.shape[0]
-    pairings = 0 if N <= WHOLE // 2 else 2 if N <= 4 * WHOLE else 3
-    size = -(-N // 2**pairings)
-    T = _pad_identity(L, size * 2**pairings)
-    cut = lambda row, column: T[row:row + size, column:column + size]
-    X = jnp.stack([_invert(cut(i, i)) for i in range(0, len(T), size)])
-    while size < len(T):  # @eq-block-inverse, all pairs at once
-        B = jnp.stack([cut(i + size, i) for i in range(0, len(T), 2 * size)])
-        X1, X2 = X[::2], X[1::2]
-        above = jnp.pad(X1, ((0, 0), (0, 0), (0, size)))
-        below = jnp.concatenate([-X2 @ (B @ X1), X2], axis=2)
-        X, size = jnp.concatenate([above, below], axis=1), 2 * size
-    return X[0, :N, :N]
+    return _by_halves(L, N if N <= WHOLE // 2 else -(-N // 8))
+
 
 # %% ../nbs/02_linalg.ipynb #c025
 @inverse_lower.defjvp
