@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['CONTAINERS', 'PIECES', 'FUNCTIONS_OF', 'FORMAT', 'is_key', 'named', 'revived', 'fingerprint', 'Checkpoints',
-           'last_whole', 'name_of', 'thing_of', 'written', 'by_name', 'read', 'save', 'load']
+           'last_whole', 'name_of', 'thing_of', 'written', 'identity', 'read', 'save', 'load']
 
 # %% ../nbs/07_checkpoints.ipynb #k004
 import hashlib
@@ -233,11 +233,30 @@ def written(
                      "number or a word, nor of a class that a module defines")
 
 # %% ../nbs/07_checkpoints.ipynb #k020b
-def by_name(tree: PyTree) -> PyTree:
-    "The tree with distributions as dictionaries of their fields, for `fingerprint`."
-    is_one = lambda x: isinstance(x, Distribution)
-    parts = lambda x: {name: by_name(part) for name, part in _fields(x).items()}
-    return jax.tree.map(lambda x: parts(x) if is_one(x) else x, tree, is_leaf=is_one)
+def _outline(x, arrays):
+    "What `x` is made of, without its arrays, which are put into the list."
+    again = lambda part: _outline(part, arrays)
+    if eqx.is_array(x) or isinstance(x, np.generic):
+        return arrays.append(x)
+    if isinstance(x, dict):
+        return {str(name): again(part) for name, part in x.items()}
+    if type(x) in (list, tuple):
+        return [again(part) for part in x]
+    if _is_piece(type(x)):
+        return [name_of(type(x)), again(_fields(x))]
+    if x is None or type(x) in (bool, int, float, str):
+        return repr(x)
+    return name_of(x if hasattr(x, "__qualname__") else type(x))
+
+
+def identity(
+    x,  # A module, or anything made of modules, arrays, numbers and words
+) -> str:
+    "The fingerprint of its classes, words and numbers; the same in any process."
+    arrays = []
+    words = repr(_outline(x, arrays)).encode()
+    return fingerprint([*arrays, np.frombuffer(words, np.uint8)])
+
 
 # %% ../nbs/07_checkpoints.ipynb #k021
 def _plain(x, place):

@@ -25,7 +25,7 @@ from tqdm import tqdm
 from . import optimisers as why
 from .batches import as_batches, check_rows, is_positive_integer, spans, spread
 from .checkpoints import (
-    Checkpoints, by_name, fingerprint, last_whole, named, revived)
+    Checkpoints, fingerprint, identity, last_whole, named, revived)
 from .linalg import one_blas_thread, quick_jit
 from .optimisers import State, descend, failure, initial_state, lbfgs
 from .parameters import (
@@ -254,8 +254,7 @@ def _begin(course, trainable, optimiser, devices, steps, resume):
 
 def _about(approx, source, key):
     "Which run this is, for a folder of checkpoints."
-    numbers = fingerprint(eqx.filter(by_name(approx), eqx.is_array_like))
-    return {"the approximation": f"{type(approx).__name__} of {numbers}",
+    return {"the approximation": f"{type(approx).__name__} of {identity(approx)}",
             "the data": source.fingerprint, "the key": fingerprint(key)}
 
 # %% ../nbs/14_fitting.ipynb #c031

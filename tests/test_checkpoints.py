@@ -5,12 +5,15 @@ import shutil
 import subprocess
 import sys
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpyro.distributions as dist
 import pytest
 
-from gp_thesis.checkpoints import Checkpoints, fingerprint, last_whole, named, revived
+import gp_thesis as gpt
+from gp_thesis.checkpoints import Checkpoints, fingerprint, identity, last_whole, named, revived
 
 ABOUT = {"run": "one"}
 
@@ -172,10 +175,10 @@ def test_a_run_that_is_killed_twenty_times_while_it_writes_ends_bit_identical(tm
 
 
 ORDER = """
-import equinox as eqx, numpyro.distributions as dist
-from gp_thesis.checkpoints import by_name, fingerprint
+import jax.numpy as jnp, numpyro.distributions as dist
+from gp_thesis.checkpoints import identity
 priors = [dist.Normal(1.0, 2.0), dist.Gamma(3.0, 4.0), dist.StudentT(5.0, 6.0, 7.0), dist.LogNormal(8.0, 9.0)]
-print(fingerprint(eqx.filter(by_name(priors), eqx.is_array_like)))
+print(identity([priors, {"function": jnp.exp, "word": "a", "array": jnp.arange(3.0)}]))
 """
 
 
@@ -185,3 +188,17 @@ def test_a_digest_of_priors_is_that_of_another_process():
     first, *others = (run(seed) for seed in "123")
     assert "; " in first.stdout, first.stderr
     assert [other.stdout for other in others] == [first.stdout] * 2
+
+
+def test_identity_sees_classes_words_and_numbers():
+    def local(x):
+        return x
+
+    class Local(eqx.Module):
+        inside: object
+
+    things = [gpt.Matern32(1.0, 1.0), gpt.Matern52(1.0, 1.0), gpt.Matern32(2.0, 1.0), gpt.Matern32(np.ones(1), 1.0),
+              gpt.Matern32(gpt.freeze(gpt.positive(1.0)), 1.0), gpt.Matern32(gpt.positive(1.0, dist.Gamma(1.0, 1.0)), 1.0),
+              gpt.Matern32(gpt.positive(1.0, dist.LogNormal(1.0, 1.0)), 1.0), Local(local), Local(len), Local("word"), Local(1), Local(1.0)]
+    assert len({identity(thing) for thing in things}) == len(things)
+    assert identity(gpt.Matern32(1.0, 1.0)) == identity(things[0])

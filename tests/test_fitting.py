@@ -24,7 +24,7 @@ from gp_thesis.exact import GP, Exact, check_data
 from gp_thesis.batches import CHUNK, minibatch
 from gp_thesis.checkpoints import is_key
 from gp_thesis.fitting import Fit, fit, negative_objective
-from gp_thesis.kernels import RBF
+from gp_thesis.kernels import RBF, Matern32, Matern52
 from gp_thesis.likelihoods import Bernoulli, Gaussian
 from gp_thesis.parameters import Parameter, cast, free, freeze, partition, positive, unwrap
 
@@ -670,6 +670,13 @@ def test_a_folder_of_another_fit_is_refused(line, data, tmp_path):
         changed = dict(approx=line, data=data) | settings | change
         with pytest.raises(ValueError, match=words):
             fit(changed.pop("approx"), changed.pop("data"), **changed)
+
+
+def test_a_folder_of_another_kernel_of_the_same_numbers_is_refused(tmp_path):
+    data, settings = (np.arange(4.0)[:, None], np.ones(4)), dict(optimiser=ADAM, steps=2, checkpoint=tmp_path)
+    fit(Exact(GP(Matern32(), Gaussian())), data, **settings)
+    with pytest.raises(ValueError, match="differs in the approximation"):
+        fit(Exact(GP(Matern52(), Gaussian())), data, **settings)
 
 
 @pytest.mark.parametrize("optimiser", OPTIMISERS)
