@@ -50,11 +50,15 @@ class ObservationModel(eqx.Module, metaclass=Suggesting):
 
     def conditional_mean(self, f: Array) -> Array:
         "E[y | f]."
-        raise _no_moments(self, "conditional_mean")
+        raise _undefined(self, "conditional_mean(f)")
 
     def conditional_variance(self, f: Array) -> Array:
         "var[y | f]."
-        raise _no_moments(self, "conditional_variance")
+        raise _undefined(self, "conditional_variance(f)")
+
+    def simulate(self, key: Array, f: Array) -> Array:
+        "y drawn from p(y | f), of the shape that `observed_shape` gives."
+        raise _undefined(self, "simulate(key, f)")
 
     def observed_shape(self, latent_shape: tuple) -> tuple:
         "The shape of y where f has `latent_shape`, (N,) or (N, P)."
@@ -65,9 +69,9 @@ class ObservationModel(eqx.Module, metaclass=Suggesting):
         return check_observations(y, self)
 
 
-def _no_moments(likelihood, method):
-    return NotImplementedError(f"{type(likelihood).__name__} defines no {method}(f), "
-                               "so y has no moments")
+def _undefined(likelihood, method):
+    name = type(likelihood).__name__
+    return NotImplementedError(f"{name} defines no {method}, which is asked for")
 
 # %% ../nbs/11_likelihoods.ipynb #p001
 class Likelihood(ObservationModel):
@@ -160,6 +164,13 @@ class PerRow(ObservationModel):
         "Counts and sizes."
         size = getattr(self, self.size)
         return (y[..., 0], y[..., 1]) if size is None else (y, size)
+
+    def one_size(self):
+        "The size of all rows; ValueError if each has its own, which f does not know."
+        if (size := getattr(self, self.size)) is None:
+            raise ValueError(f"simulate needs {type(self).__name__} with one "
+                             f"{self.size} for all rows, got {self.size}=None")
+        return size
 
     def observed_shape(self, latent_shape):
         if getattr(self, self.size) is not None:
@@ -268,6 +279,9 @@ class Gaussian(Likelihood):
     def conditional_variance(self, f):
         return self.variance + jnp.zeros_like(f)
 
+    def simulate(self, key, f):
+        return f + jnp.sqrt(self.variance) * jax.random.normal(key, f.shape, f.dtype)
+
     def variational_expectations(self, mean, var, y):  # @eq-gaussian-expectation
         return gaussian_log_density(y, mean, self.variance) - 0.5 * var / self.variance
 
@@ -304,6 +318,9 @@ class Bernoulli(Likelihood):
 
     def conditional_variance(self, f):
         return self.conditional_mean(f) * self.conditional_mean(-f)
+
+    def simulate(self, key, f):
+        return jax.random.bernoulli(key, self.conditional_mean(f)).astype(f.dtype)
 
     def log_tilted(self, mean, var, y, power=1.0):
         whole = isinstance(power, (int, float)) and power == 1  # known at compilation
@@ -356,7 +373,6 @@ def _log_normal_cdf_jvp(primals, tangents):
 class Multiclass(Likelihood):
     """A label y in 0, ..., C - 1, behind which stand C independent functions,
     @eq-categorical. `predict_mean_and_var` gives probabilities p and p (1 - p), (N, C).
-
     A subclass defines all integrals. ValueError unless `num_classes` is 2 or more."""
     num_classes: int = eqx.field(static=True)  # C
 
@@ -368,6 +384,7 @@ class Multiclass(Likelihood):
     num_latents = property(lambda c: int(c.num_classes))
     support = property(lambda c: constraints.integer_interval(0, c.num_classes - 1))
     accepts = property(lambda c: f"labels 0, ..., {c.num_classes - 1}")
+    conditional_variance = lambda c, f: (p := c.conditional_mean(f)) * (1 - p)
 
     def check_columns(self, f: Array):
         "ValueError unless `f`, which may be a mean, has one column for each class."
@@ -383,11 +400,11 @@ class Multiclass(Likelihood):
 
     def class_probabilities(self, mean: Array, var: Array) -> Array:
         "p(y = c) of every class c for f ~ N(mean, diag(var)), (N, C)."
-        name = type(self).__name__
-        raise NotImplementedError(f"{name} must define class_probabilities(mean, var)")
+        raise _undefined(self, "class_probabilities(mean, var)")
 
-    def conditional_variance(self, f):
-        return self.conditional_mean(f) * (1 - self.conditional_mean(f))
+    def simulate(self, key, f):
+        log_p = jnp.log(self.conditional_mean(f))
+        return jax.random.categorical(key, log_p).astype(f.dtype)
 
     def predict_mean_and_var(self, mean, var):
         p = self.class_probabilities(mean, var)
@@ -631,6 +648,10 @@ class Poisson(Exposures, LogRate):
     def conditional_variance(self, f):
         return self.conditional_mean(f)
 
+    def simulate(self, key, f):
+        rate = self.one_size() * jnp.exp(f)
+        return jax.random.poisson(key, rate).astype(f.dtype)
+
     def predict_mean_and_var(self, mean, var):
         rate = self.conditional_mean(mean + var / 2)
         return rate, rate + rate**2 * jnp.expm1(var)  # @eq-poisson-moments
@@ -658,6 +679,9 @@ class Gamma(LogRate):
     def conditional_variance(self, f):
         return self.shape * jnp.exp(-2 * f)
 
+    def simulate(self, key, f):
+        return jax.random.gamma(key, self.shape, f.shape, f.dtype) * jnp.exp(-f)
+
     def predict_mean_and_var(self, mean, var):
         y_mean = self.conditional_mean(mean - var / 2)
         relative = jnp.expm1(var) + jnp.exp(var) / self.shape
@@ -680,6 +704,9 @@ class Exponential(LogRate):
 
     def conditional_variance(self, f):
         return jnp.exp(-2 * f)
+
+    def simulate(self, key, f):
+        return jax.random.exponential(key, f.shape, f.dtype) * jnp.exp(-f)
 
     def predict_mean_and_var(self, mean, var):
         y_mean = jnp.exp(var / 2 - mean)
@@ -710,6 +737,11 @@ class Beta(Likelihood):
 
     def conditional_variance(self, f):
         return ndtr(f) * ndtr(-f) / (1 + self.scale)
+
+    def simulate(self, key, f):
+        a, b, limits = self.scale * ndtr(f), self.scale * ndtr(-f), jnp.finfo(f.dtype)
+        y = jax.random.beta(key, a, b, f.shape, f.dtype)
+        return jnp.clip(y, limits.tiny, 1 - limits.epsneg)  # rounding reaches 0 and 1
 
     def predict_mean_and_var(self, mean, var):
         y_mean = ndtr(mean / jnp.sqrt(1 + var))  # @eq-probit-predictive
@@ -818,6 +850,10 @@ class Binomial(Trials, LogConcave):
     def conditional_variance(self, f):
         return (self.trials or 1) * self.label.conditional_variance(f)
 
+    def simulate(self, key, f):
+        n, p = self.one_size(), self.label.conditional_mean(f)
+        return jax.random.binomial(key, n, p, dtype=f.dtype)
+
     def predict_mean_and_var(self, mean, var):
         n, (p, p_var) = self.trials or 1, self.label.predict_mean_and_var(mean, var)
         spread = lambda f: (self.label.conditional_mean(f) - p) ** 2
@@ -862,6 +898,13 @@ class NegativeBinomial(Exposures, LogConcave):
     def conditional_variance(self, f):
         rate = self.conditional_mean(f)
         return rate + self.dispersion * rate**2
+
+    def simulate(self, key, f):  # @eq-mixed-rate
+        for_rate, for_y = jax.random.split(key)
+        unit = self.dispersion * jax.random.gamma(
+            for_rate, 1 / self.dispersion, f.shape, f.dtype)
+        rate = self.one_size() * jnp.exp(f) * unit
+        return jax.random.poisson(for_y, rate).astype(f.dtype)
 
     def predict_mean_and_var(self, mean, var):  # @eq-negative-binomial-moments
         rate = self.conditional_mean(mean + var / 2)
@@ -941,11 +984,14 @@ class Ordinal(LogConcave):
         mean, var = jnp.asarray(mean)[..., None], jnp.asarray(var)[..., None]
         return jnp.exp(self.log_tilted(mean, var, jnp.arange(self.num_classes)))
 
+    def simulate(self, key, f):
+        noisy = f + jax.random.normal(key, f.shape, f.dtype)
+        return jnp.searchsorted(self.edges.values, noisy).astype(f.dtype)
+
     def predict_mean_and_var(self, mean, var):
         p, y = self.class_probabilities(mean, var), jnp.arange(self.num_classes)
         y_mean = jnp.sum(p * y, -1)
         return y_mean, jnp.sum(p * (y - y_mean[..., None]) ** 2, -1)
-
     conditional_mean = lambda self, f: self.predict_mean_and_var(f, 0 * f)[0]
     conditional_variance = lambda self, f: self.predict_mean_and_var(f, 0 * f)[1]
 
@@ -953,7 +999,6 @@ class Ordinal(LogConcave):
 class Heteroscedastic(Likelihood):
     """Gaussian noise with a variance that is a function, p(y | f) = N(y | f₁, exp(f₂)),
     @eq-heteroscedastic: f is (N, 2), the mean of y and the logarithm of its variance.
-
     Raises ValueError if f, or its mean, has another number of columns."""
     num_latents: ClassVar[int] = 2
     points: ClassVar[int] = 40  # in the second function
@@ -970,11 +1015,12 @@ class Heteroscedastic(Likelihood):
         f, g = self.split(f)
         return -0.5 * (jnp.log(2 * jnp.pi) + g + (y - f) ** 2 * jnp.exp(-g))
 
-    def conditional_mean(self, f):
-        return self.split(f)[0]
+    conditional_mean = lambda self, f: self.split(f)[0]
+    conditional_variance = lambda self, f: jnp.exp(self.split(f)[1])
 
-    def conditional_variance(self, f):
-        return jnp.exp(self.split(f)[1])
+    def simulate(self, key, f):
+        (f, g), noise = self.split(f), jax.random.normal(key, f.shape[:-1], f.dtype)
+        return f + jnp.exp(0.5 * g) * noise
 
     def variational_expectations(self, mean, var, y):  # @eq-heteroscedastic-expectation
         m, m_g, v, v_g = self.split(mean, var)
@@ -1088,11 +1134,11 @@ class StudentT(Likelihood):
         tail = log_tilted_tail(self, mean, var, y, power)
         return power * student_constant(self) + tail
 
-    def conditional_mean(self, f):
-        return f if self.df > 1 else jnp.full_like(f, jnp.nan)
+    conditional_mean = lambda s, f: f if s.df > 1 else jnp.full_like(f, jnp.nan)
+    conditional_variance = lambda s, f: student_variance(s) + jnp.zeros_like(f)
 
-    def conditional_variance(self, f):
-        return student_variance(self) + jnp.zeros_like(f)
+    def simulate(self, key, f):
+        return f + self.scale * jax.random.t(key, self.df, f.shape, f.dtype)
 
     def predict_mean_and_var(self, mean, var):  # @eq-total-moments
         return self.conditional_mean(mean), var + self.conditional_variance(mean)

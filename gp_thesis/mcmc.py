@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['at_values', 'given_values', 'log_standard_normal', 'Sampled', 'latent_functions', 'values_at', 'whitened_values',
            'GPMC', 'values_of_q', 'SGPMC', 'log_joint', 'parameters_of', 'check_priors', 'held', 'Seen', 'Mixture',
-           'ranked', 'split_rhat', 'effective_sizes', 'Summary', 'Run', 'sample', 'simulate', 'Calibration',
-           'uniform_p_value', 'calibrate']
+           'ranked', 'split_rhat', 'effective_sizes', 'Summary', 'Run', 'sample', 'Calibration', 'uniform_p_value',
+           'calibrate']
 
 # %% ../nbs/40_mcmc.ipynb #a004
 import json
@@ -14,7 +14,7 @@ import math
 import time
 import warnings
 from contextlib import nullcontext
-from functools import partial, singledispatch
+from functools import partial
 from typing import ClassVar, NamedTuple
 
 import equinox as eqx
@@ -36,7 +36,6 @@ from .exact import (
 from .inducing import (
     InducingPoints, InducingVariables, inducing_factor, projection)
 from .kernels import Independent, check_inputs, in_dtype
-from .likelihoods import Bernoulli, Gaussian, Likelihood, Poisson
 from gp_thesis.linalg import (
     JITTER, cholesky, nan_on_failure, one_blas_thread, precise, quick_jit, solve_lower,
     solve_upper)
@@ -823,30 +822,6 @@ def _go(course, warmup, total, states, progress):
             if states:
                 course.write(states)
 
-# %% ../nbs/40_mcmc.ipynb #h010
-@singledispatch
-def simulate(likelihood: Likelihood, key, f) -> Array:
-    "y drawn from p(y | f), entry by entry; ValueError for what is not registered."
-    raise ValueError(f"simulate does not know how {type(likelihood).__name__} draws y: "
-                     "register it with simulate.register")
-
-
-@simulate.register
-def _(likelihood: Gaussian, key, f):
-    return f + jnp.sqrt(likelihood.variance) * jax.random.normal(key, f.shape, f.dtype)
-
-
-@simulate.register
-def _(likelihood: Bernoulli, key, f):
-    return jax.random.bernoulli(key, likelihood.conditional_mean(f)).astype(f.dtype)
-
-
-@simulate.register
-def _(likelihood: Poisson, key, f):
-    if likelihood.binsize is None:
-        raise ValueError("simulate needs a Poisson with one binsize for all rows")
-    return jax.random.poisson(key, likelihood.conditional_mean(f)).astype(f.dtype)
-
 # %% ../nbs/40_mcmc.ipynb #h012
 class Calibration(NamedTuple):
     "The result of `calibrate`."
@@ -854,14 +829,18 @@ class Calibration(NamedTuple):
     draws: int  # L, of which there are that many in each
     p_values: dict  # by name: (...), of the chi-square test of @eq-uniform-ranks
     rhat: np.ndarray | None  # (replications,), the largest R-hat of each run
-    divergences: np.ndarray | None  # (replications,), and its divergences
+    divergences: np.ndarray | None  # (replications,), its divergences,
+    longer: np.ndarray | None  # (replications,), how often it was made twice as long
 
     def __repr__(self):
         least = ", ".join(f"{name} {np.min(p):.3g}"
                           for name, p in self.p_values.items())
         count = len(next(iter(self.ranks.values())))
+        chains = "" if self.rhat is None else (
+            f"; R-hat at most {self.rhat.max():.3f}, {self.divergences.sum()} "
+            f"divergences, {np.sum(self.longer > 0)} runs made longer")
         return (f"Calibration by {count} replications of {self.draws} draws: "
-                f"p values {least}")
+                f"p values {least}{chains}")
 
 
 def uniform_p_value(ranks: np.ndarray, draws: int, bins: int = 10) -> np.ndarray:
@@ -883,20 +862,50 @@ def _made_up(full, X, key, rows):
     truth = {name: p.value for name, p in parameters_of(full).items()}
     plain = unwrap(full)
     f = values_at(plain.model, at_values(plain, unwrap(InducingPoints(X))), X)
-    y = simulate(plain.model.likelihood, noise, f)
+    y = plain.model.likelihood.simulate(noise, f)
     return truth | {"f": f[jnp.asarray(rows)]}, (X, y)
 
 
+def _until_mixed(approx, data, key, samples, thin, longer, settings):
+    "A run, and how often it was made twice as long for the sake of its R-hat."
+    for times in range(longer + 1):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what they say is kept
+            run = sample(approx, data, key=key, samples=samples * 2**times,
+                         thin=thin * 2**times, **({"progress": False} | settings))
+        if np.max(run.table.rhat) < 1.01:
+            break
+    return run, times
+
+
 def _by_sampling(approx, rows, settings, key, data):
-    "Draws by name, and the run that they are from."
+    "Draws by name, the run that they are from and how often that was made longer."
     first, second = jax.random.split(key)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what they say is kept
-        run = sample(approx, data, key=first, **({"progress": False} | settings))
+    run, times = _until_mixed(approx, data, first, *settings)
     found, _ = jax.tree_util.tree_flatten_with_path(run.posterior.draws.model)
     Xs = jnp.asarray(data[0])[jnp.asarray(rows)]
     f = run.posterior.sample(second, Xs, len(run.posterior))
-    return {_name(path): x for path, x in found} | {"f": f}, run
+    return {_name(path): x for path, x in found} | {"f": f}, (run, times)
+
+# %% ../nbs/40_mcmc.ipynb #h015
+def _full(approx, rows):
+    "GPMC of the same model, which knows what to draw for so many rows."
+    P = None if approx.v is None else (*unwrap(approx.v).shape, 1)[1]
+    full = held(GPMC(approx.model, rows, P))
+    check_priors(full)
+    return full
+
+
+def _calibration(all_ranks, draws, runs, bins):
+    "What came of it; `runs` are empty where no chains were run."
+    ranks = {name: np.stack([each[name] for each in all_ranks])
+             for name in all_ranks[-1]}
+    p_values = {name: uniform_p_value(r, draws, bins) for name, r in ranks.items()}
+    of = lambda see: np.array([see(*run) for run in runs]) if runs else None
+    return Calibration(ranks, draws, p_values,
+                       of(lambda run, times: np.max(run.table.rhat)),
+                       of(lambda run, times: run.diverging.sum()),
+                       of(lambda run, times: times))
 
 # %% ../nbs/40_mcmc.ipynb #h016
 def calibrate(
@@ -908,36 +917,32 @@ def calibrate(
     infer=None,  # infer(key, (X, y)): draws by name, (L, ...); None: those of `sample`
     rows: tuple | None = None,  # At which rows of X to look at f; None: the middle one
     bins: int = 10,  # Of the chi-square test
-    **settings,  # Of `sample`; thin until draws are nearly independent
+    samples: int = 500,  # Of `sample`, and
+    thin: int = 5,  # until draws are nearly independent
+    longer: int = 0,  # How often to double both where R-hat is 1.01 or more
+    **settings,  # Others of `sample`
 ) -> Calibration:
     """Simulation-based calibration, @eq-uniform-ranks: the ranks of what is true among
     draws from the posterior of data that it made, for each parameter and f, "f".
 
-    `infer` may return fewer names. ValueError as for `sample`, and for likelihoods
-    that `simulate` does not know."""
+    `infer` may return fewer names. ValueError as for `sample`, NotImplementedError if
+    the likelihood has no `simulate`."""
     check_count(replications, "replications")
     X = in_dtype(check_inputs(X), float_dtype(approx.model))
     rows = (len(X) // 2,) if rows is None else tuple(rows)
-    P = None if approx.v is None else (*unwrap(approx.v).shape, 1)[1]
-    full = held(GPMC(approx.model, len(X), P))
-    check_priors(full)
+    full = _full(approx, len(X))
+    infer = infer or partial(_by_sampling, approx, rows,
+                             (samples, thin, longer, settings))
     all_ranks, runs = [], []
     for k in range(replications):
         first, second = jax.random.split(jax.random.fold_in(key, k))
         truth, data = _made_up(full, X, first, rows)
-        draws, run = ((infer(second, data), None) if infer is not None else
-                      _by_sampling(approx, rows, settings, second, data))
+        found = infer(second, data)
+        draws, *run = found if isinstance(found, tuple) else (found,)
         all_ranks.append({name: np.asarray((x < truth[name]).sum(axis=0))
                           for name, x in draws.items()})
-        runs.append(run)
-    ranks = {name: np.stack([each[name] for each in all_ranks]) for name in draws}
-    L = len(next(iter(draws.values())))
-    p_values = {name: uniform_p_value(r, L, bins) for name, r in ranks.items()}
-    if infer is not None:
-        return Calibration(ranks, L, p_values, None, None)
-    rhat = np.array([np.max(run.table.rhat) for run in runs])
-    return Calibration(ranks, L, p_values, rhat,
-                       np.array([run.diverging.sum() for run in runs]))
+        runs += run
+    return _calibration(all_ranks, len(next(iter(draws.values()))), runs, bins)
 
 # %% ../nbs/40_mcmc.ipynb #h020
 import gp_thesis
