@@ -1,5 +1,7 @@
 "The likelihoods, against adaptive quadrature, fine grids, SciPy's densities and optimisers, finite differences and draws."
 
+from functools import cache
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -10,7 +12,7 @@ from numpyro.distributions import constraints
 from scipy.integrate import quad
 from scipy.optimize import minimize
 from scipy.special import erfcx, expit, gammaln, log_expit, log_ndtr, logsumexp, ndtr, softmax
-from scipy.stats import beta, expon, gamma, nbinom, norm, t
+from scipy.stats import beta, chi2, expon, gamma, nbinom, norm, t
 
 from gp_thesis.likelihoods import (Bernoulli, Beta, Binomial, Exponential, Gamma, Gaussian, Heteroscedastic, Likelihood,
                                    LogRate, NegativeBinomial, Ordinal, Poisson, RobustMax, Softmax, StudentT,
@@ -915,3 +917,75 @@ def test_shapes_of_what_is_observed():
         with pytest.raises(ValueError, match=r"=None\) takes one latent function, \(N,\), got latent functions of shape \(7, 2\)"):
             likelihood.observed_shape((7, 2))
     assert np.isnan(jax.jit(lambda y: Poisson(None).check(y).sum())(jnp.array([[jnp.nan, 1.0]])))
+
+
+DRAWN = [Gaussian(0.4), Bernoulli(), Bernoulli("logit"), RobustMax(3, 0.2), Softmax(3), Poisson(2.5), Gamma(3.0), Exponential(),
+         Beta(4.0), Binomial(7), Binomial(4, "logit"), NegativeBinomial(0.7, 2.0), Ordinal([-0.6, 0.3, 1.1]), Heteroscedastic(),
+         StudentT(0.6, 7.0)]
+COUNTED = {"Bernoulli": 2, "RobustMax": 3, "Softmax": 3, "Poisson": 12, "Binomial": 5, "NegativeBinomial": 12, "Ordinal": 4}
+
+
+@cache
+def drawn(likelihood, n=20_000):
+    "One of DRAWN, values of f, (3,) or (3, P), each repeated n times, and a y for each of them, (3, n)."
+    likelihood, P = unwrap(DRAWN[likelihood]), DRAWN[likelihood].num_latents
+    f = np.array([[-0.9, 0.8, 0.1], [0.2, -0.5, 0.7], [1.3, 0.4, -1.0]])[:, :P] if P else np.array([-0.9, 0.2, 1.3])
+    y = likelihood.simulate(jax.random.key(3), jnp.repeat(jnp.asarray(f), n, axis=0))
+    return likelihood, f, np.asarray(likelihood.check(y)).reshape(3, n)
+
+
+@pytest.mark.parametrize("likelihood", range(len(DRAWN)), ids=lambda k: type(DRAWN[k]).__name__)
+def test_draws_of_y_have_the_moments_that_the_likelihood_states(likelihood):
+    likelihood, f, y = drawn(likelihood)
+    if likelihood.num_latents and likelihood.num_latents > 2:   # moments are those of each class's indicator
+        y = np.moveaxis(y[..., None] == np.arange(3), 1, 0)
+    else:
+        y = y.T
+    mean, var = (np.asarray(moment(f)) for moment in (likelihood.conditional_mean, likelihood.conditional_variance))
+    fourth = np.mean((y - mean) ** 4, axis=0)
+    assert np.all(np.abs(y.mean(0) - mean) < 4.5 * np.sqrt(var / len(y)))
+    assert np.all(np.abs(np.mean((y - mean) ** 2, axis=0) - var) < 5 * np.sqrt((fourth - var**2) / len(y)))
+
+
+@pytest.mark.parametrize("likelihood", [k for k, c in enumerate(DRAWN) if type(c).__name__ in COUNTED], ids=lambda k: type(DRAWN[k]).__name__)
+def test_frequencies_of_draws_are_the_probabilities_of_the_density(likelihood):
+    likelihood, f, y = drawn(likelihood)
+    for f, y in zip(f, y):
+        values = np.arange(max(COUNTED[type(likelihood).__name__], likelihood.trials + 1 if isinstance(likelihood, Binomial) else 0))
+        p = np.exp([likelihood.log_density(jnp.asarray(f)[None], jnp.array([1.0 * k]))[0] for k in values])
+        found = np.array([np.sum(y == k) for k in values])
+        p, found = np.append(p, max(1 - p.sum(), 0)), np.append(found, len(y) - found.sum())  # the rest
+        assert found[p < 1e-9].sum() == 0
+        few = p * len(y) > 5
+        p, found = (np.append(a[few], a[~few].sum()) for a in (p, found))
+        if p[-1] * len(y) < 1:
+            p, found = p[:-1] / p[:-1].sum(), found[:-1]
+        assert chi2.sf(np.sum((found - len(y) * p) ** 2 / (len(y) * p)), len(p) - 1) > 1e-4
+
+
+@pytest.mark.parametrize("likelihood", [Gaussian(0.4), Bernoulli(), Poisson(2.5), Ordinal([-0.6, 0.3, 1.1])], ids=lambda c: type(c).__name__)
+def test_draws_have_the_shape_and_the_precision_of_the_functions(likelihood):
+    f = jnp.asarray(np.linspace(-3, 3, 12).reshape(4, 3), jnp.float32)
+    y = unwrap(cast(likelihood, jnp.float32)).simulate(jax.random.key(0), f)
+    assert y.shape == f.shape and y.dtype == jnp.float32
+    likelihood.check(y)
+
+
+def test_a_fraction_that_rounds_to_an_end_stays_inside():
+    y = unwrap(Beta(0.01)).simulate(jax.random.key(0), jnp.zeros(1000))
+    assert Beta(0.01).check(y).size == 1000
+
+
+@pytest.mark.parametrize("likelihood, words", [(Poisson(None), "one binsize"), (Binomial(None), "one trials"),
+                                               (NegativeBinomial(1.0, None), "one binsize")])
+def test_sizes_that_stand_in_the_data_cannot_be_drawn(likelihood, words):
+    with pytest.raises(ValueError, match=words):
+        unwrap(likelihood).simulate(jax.random.key(0), jnp.zeros(3))
+
+
+def test_a_likelihood_without_draws_says_so():
+    class Silent(Likelihood):
+        pass
+
+    with pytest.raises(NotImplementedError, match=r"Silent defines no simulate\(key, f\)"):
+        Silent().simulate(jax.random.key(0), jnp.zeros(3))

@@ -312,8 +312,27 @@ def test_calibration_by_sampling_covers_parameters_and_functions():
     found = gpt.calibrate(gpt.SGPMC(counts(), gpt.InducingPoints(Z)), X, key=jax.random.key(0), replications=3, rows=(0, 6), warmup=150,
                           samples=20, chains=2, thin=2)
     assert {name: r.shape for name, r in found.ranks.items()} == {"kernel.lengthscale": (3,), "kernel.variance": (3,), "f": (3, 2)}
-    assert found.draws == 20 and found.rhat.shape == found.divergences.shape == (3,)
+    assert found.draws == 20 and found.rhat.shape == found.divergences.shape == found.longer.shape == (3,)
+    assert f"R-hat at most {found.rhat.max():.3f}, {found.divergences.sum()} divergences, 0 runs made longer" in repr(found)
     assert all(np.all((0 <= r) & (r <= 20)) for r in found.ranks.values())
+
+
+def test_a_run_that_has_not_mixed_goes_on_and_keeps_its_number_of_draws():
+    approx, key, settings = gpt.SGPMC(counts(), gpt.InducingPoints(Z)), jax.random.key(4), {"warmup": 150, "chains": 2}
+    longer, times = mcmc._until_mixed(approx, (X, COUNTS), key, 20, 2, 2, settings)
+    once = gpt.sample(approx, (X, COUNTS), key=key, samples=20, progress=False, **settings)
+    assert np.max(once.table.rhat) > 1.01 and times >= 1                       # ten draws of a chain have never mixed
+    assert longer.log_p.shape == (2, 20 * 2**times) and longer.draws.v.shape == (2, 10, 5)
+    assert np.array_equal(longer.log_p[:, :20], once.log_p)
+    assert times == 2 or np.max(longer.table.rhat) < 1.01
+
+
+def test_a_likelihood_that_draws_nothing_cannot_be_calibrated():
+    class Silent(gpt.Poisson):
+        simulate = gpt.Likelihood.simulate
+
+    with pytest.raises(NotImplementedError, match="Silent defines no simulate"):
+        gpt.calibrate(gpt.GPMC(gpt.freeze(gpt.GP(gpt.RBF(), Silent()))), X, key=jax.random.key(0), replications=1)
 
 
 def test_single_precision():
