@@ -879,13 +879,14 @@ def _until_mixed(approx, data, key, samples, thin, longer, settings):
 
 
 def _by_sampling(approx, rows, settings, key, data):
-    "Draws by name, the run that they are from and how often that was made longer."
+    "Draws by name; R-hat and divergences of the run, and how often it was doubled."
     first, second = jax.random.split(key)
     run, times = _until_mixed(approx, data, first, *settings)
     found, _ = jax.tree_util.tree_flatten_with_path(run.posterior.draws.model)
     Xs = jnp.asarray(data[0])[jnp.asarray(rows)]
     f = run.posterior.sample(second, Xs, len(run.posterior))
-    return {_name(path): x for path, x in found} | {"f": f}, (run, times)
+    seen = float(np.max(run.table.rhat)), int(run.diverging.sum()), times
+    return {_name(path): x for path, x in found} | {"f": f}, seen
 
 # %% ../nbs/40_mcmc.ipynb #h015
 def _full(approx, rows):
@@ -896,16 +897,26 @@ def _full(approx, rows):
     return full
 
 
-def _calibration(all_ranks, draws, runs, bins):
-    "What came of it; `runs` are empty where no chains were run."
-    ranks = {name: np.stack([each[name] for each in all_ranks])
-             for name in all_ranks[-1]}
+def _replication(full, X, rows, infer, key):
+    "Truth and data, and how many draws are below the truth: what a file can keep."
+    first, second = jax.random.split(key)
+    truth, data = _made_up(full, X, first, rows)
+    found = infer(second, data)
+    draws, seen = found if isinstance(found, tuple) else (found, None)
+    ranks = {name: np.asarray((x < truth[name]).sum(axis=0)).tolist()
+             for name, x in draws.items()}
+    return {"draws": len(next(iter(draws.values()))), "ranks": ranks, "seen": seen}
+
+
+def _calibration(found, bins):
+    "What came of all replications."
+    names, draws = found[0]["ranks"], found[0]["draws"]
+    ranks = {name: np.array([each["ranks"][name] for each in found]) for name in names}
     p_values = {name: uniform_p_value(r, draws, bins) for name, r in ranks.items()}
-    of = lambda see: np.array([see(*run) for run in runs]) if runs else None
-    return Calibration(ranks, draws, p_values,
-                       of(lambda run, times: np.max(run.table.rhat)),
-                       of(lambda run, times: run.diverging.sum()),
-                       of(lambda run, times: times))
+    seen = None if found[0]["seen"] is None else zip(*(each["seen"] for each in found))
+    columns = 3 * (None,) if seen is None else map(np.array, seen)
+    return Calibration(ranks, draws, p_values, *columns)
+
 
 # %% ../nbs/40_mcmc.ipynb #h016
 def calibrate(
@@ -920,6 +931,7 @@ def calibrate(
     samples: int = 500,  # Of `sample`, and
     thin: int = 5,  # until draws are nearly independent
     longer: int = 0,  # How often to double both where R-hat is 1.01 or more
+    kept=None,  # A file with a line for each replication of this call, to go on from
     **settings,  # Others of `sample`
 ) -> Calibration:
     """Simulation-based calibration, @eq-uniform-ranks: the ranks of what is true among
@@ -933,16 +945,17 @@ def calibrate(
     full = _full(approx, len(X))
     infer = infer or partial(_by_sampling, approx, rows,
                              (samples, thin, longer, settings))
-    all_ranks, runs = [], []
+    lines = kept.read_text().splitlines() if kept and kept.exists() else []
+    found = {each.pop("k"): each for each in map(json.loads, lines)}
     for k in range(replications):
-        first, second = jax.random.split(jax.random.fold_in(key, k))
-        truth, data = _made_up(full, X, first, rows)
-        found = infer(second, data)
-        draws, *run = found if isinstance(found, tuple) else (found,)
-        all_ranks.append({name: np.asarray((x < truth[name]).sum(axis=0))
-                          for name, x in draws.items()})
-        runs += run
-    return _calibration(all_ranks, len(next(iter(draws.values()))), runs, bins)
+        if k in found:
+            continue
+        own = jax.random.fold_in(key, k)
+        found[k] = _replication(full, X, rows, infer, own)
+        if kept:
+            with kept.open("a") as file:
+                print(json.dumps({"k": k} | found[k]), file=file)
+    return _calibration([found[k] for k in range(replications)], bins)
 
 # %% ../nbs/40_mcmc.ipynb #h020
 import gp_thesis

@@ -317,6 +317,23 @@ def test_calibration_by_sampling_covers_parameters_and_functions():
     assert all(np.all((0 <= r) & (r <= 20)) for r in found.ranks.values())
 
 
+def test_a_calibration_goes_on_from_the_file_that_it_kept(tmp_path):
+    model = gpt.GP(gpt.RBF(1.0), gpt.Gaussian(0.5))
+    asked = []
+
+    def infer(key, data):
+        asked.append(key)
+        return {"f": jax.random.normal(key, (9, 1))}
+
+    calibrate = partial(gpt.calibrate, gpt.GPMC(gpt.freeze(model)), X, key=jax.random.key(0), infer=infer)
+    once, file = calibrate(replications=5), tmp_path / "ranks.jsonl"
+    calibrate(replications=3, kept=file)
+    asked.clear()
+    again = calibrate(replications=5, kept=file)
+    assert len(asked) == 2 and len(file.read_text().splitlines()) == 5
+    assert np.array_equal(again.ranks["f"], once.ranks["f"]) and again.draws == once.draws == 9
+
+
 def test_a_run_that_has_not_mixed_goes_on_and_keeps_its_number_of_draws():
     approx, key, settings = gpt.SGPMC(counts(), gpt.InducingPoints(Z)), jax.random.key(4), {"warmup": 150, "chains": 2}
     longer, times = mcmc._until_mixed(approx, (X, COUNTS), key, 20, 2, 2, settings)
