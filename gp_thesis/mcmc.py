@@ -837,7 +837,7 @@ class Calibration(NamedTuple):
                           for name, p in self.p_values.items())
         count = len(next(iter(self.ranks.values())))
         chains = "" if self.rhat is None else (
-            f"; R-hat at most {self.rhat.max():.3f}, {self.divergences.sum()} "
+            f"; R-hat at most {self.rhat.max():.4f}, {self.divergences.sum()} "
             f"divergences, {np.sum(self.longer > 0)} runs made longer")
         return (f"Calibration by {count} replications of {self.draws} draws: "
                 f"p values {least}{chains}")

@@ -313,7 +313,7 @@ def test_calibration_by_sampling_covers_parameters_and_functions():
                           samples=20, chains=2, thin=2)
     assert {name: r.shape for name, r in found.ranks.items()} == {"kernel.lengthscale": (3,), "kernel.variance": (3,), "f": (3, 2)}
     assert found.draws == 20 and found.rhat.shape == found.divergences.shape == found.longer.shape == (3,)
-    assert f"R-hat at most {found.rhat.max():.3f}, {found.divergences.sum()} divergences, 0 runs made longer" in repr(found)
+    assert f"R-hat at most {found.rhat.max():.4f}, {found.divergences.sum()} divergences, 0 runs made longer" in repr(found)
     assert all(np.all((0 <= r) & (r <= 20)) for r in found.ranks.values())
 
 
