@@ -30,7 +30,7 @@ from numpyro.infer import NUTS
 from scipy import special, stats
 from tqdm import tqdm
 
-from .checkpoints import Checkpoints, fingerprint, last_whole, revived, written
+from .checkpoints import Checkpoints, fingerprint, identity, last_whole, revived
 from .exact import (
     GP, Approximation, Posterior, check_data, check_query, compiled, float_dtype)
 from .inducing import (
@@ -470,10 +470,7 @@ def _about(approx, batch, key, kernel, settings):
     "Which run this is, for a folder of checkpoints."
     whole = getattr(kernel, "func", kernel).__name__
     keywords = sorted(getattr(kernel, "keywords", {}).items())
-    arrays = {}  # by names, since numpyro keeps the fields of a prior in any order
-    words = np.frombuffer(json.dumps(written(approx, arrays)).encode(), np.uint8)
-    numbers = fingerprint([words, *(array for _, _, array in arrays.values())])
-    return {"the approximation": f"{type(approx).__name__} of {numbers}",
+    return {"the approximation": f"{type(approx).__name__} of {identity(approx)}",
             "the data": fingerprint(batch), "the key": fingerprint(key),
             "the settings": f"{whole} {keywords}, {settings}"}
 
