@@ -30,7 +30,8 @@ from numpyro.infer import NUTS
 from scipy import special, stats
 from tqdm import tqdm
 
-from .checkpoints import Checkpoints, fingerprint, identity, last_whole, revived
+from .checkpoints import (
+    Checkpoints, fingerprint, identity, last_whole, revived)
 from .exact import (
     GP, Approximation, Posterior, check_data, check_query, compiled, float_dtype)
 from .inducing import (
