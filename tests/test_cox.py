@@ -1,8 +1,10 @@
 "Cox processes: what happens in a window, on a grid and without one."
 import equinox as eqx
 import jax
+import jax.flatten_util
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from scipy import integrate, special, stats
 
@@ -63,17 +65,24 @@ def test_expected_log_of_a_square_by_quadrature_and_monte_carlo():
 
 
 def test_derivatives_of_the_expected_log():
-    slope, curvature = jax.grad(expected_log_square, (0, 1)), jax.hessian(expected_log_square, (0, 1))
-    for mean, var in [(0.0, 1.0), (0.3, 0.7), (-3.0, 0.5), (6.99, 0.5), (7.01, 0.5), (40.0, 0.01)]:
-        by_mean, by_var = slope(mean, var)
-        assert np.isclose(by_mean, 2 * np.sqrt(2 / var) * special.dawsn(mean / np.sqrt(2 * var)), rtol=1e-10)
-        (mm, mv), (vm, vv) = curvature(mean, var)
-        assert np.isclose(by_var, 0.5 * mm, rtol=1e-9, atol=1e-12)                   # the heat equation
-        forward = jax.jvp(lambda m: slope(m, var)[0], (mean,), (1.0,))[1]
-        assert np.isclose(forward, mm, rtol=1e-10) and np.isclose(mv, vm, rtol=1e-10)
-        step = 1e-4 * var
-        assert np.isclose(vv, (slope(mean, var + step)[1] - slope(mean, var - step)[1]) / (2 * step), rtol=1e-5, atol=1e-7)
-    assert np.allclose(jax.jacrev(slope)(2.0, 0.0)[0][0], -0.5)                       # no spread: log f² itself
+    mean, var = np.array([0.0, 0.3, -3.0, 6.99, 7.01, 40.0]), np.array([1.0, 0.7, 0.5, 0.5, 0.5, 0.01])
+    step = 1e-4 * var
+
+    @jax.jit
+    @jax.vmap
+    def derivatives(mean, var):
+        slope = jax.grad(expected_log_square, (0, 1))
+        ahead = [jax.jvp(slope, (mean, var), tangent) for tangent in ((1.0, 0.0), (0.0, 1.0))]       # forward over reverse
+        twice = jax.grad(lambda m: slope(m, var)[0])(mean)                                          # reverse over reverse
+        return ahead[0][0], ahead[0][1], ahead[1][1], twice
+
+    (by_mean, by_var), (mm, vm), (mv, vv), twice = derivatives(mean, var)
+    assert np.allclose(by_mean, 2 * np.sqrt(2 / var) * special.dawsn(mean / np.sqrt(2 * var)), rtol=1e-10)
+    assert np.allclose(by_var, 0.5 * mm, rtol=1e-9, atol=1e-12)                                     # the heat equation
+    assert np.allclose(twice, mm, rtol=1e-10) and np.allclose(mv, vm, rtol=1e-10, atol=1e-14)
+    differences = (derivatives(mean, var + step)[0][1] - derivatives(mean, var - step)[0][1]) / (2 * step)
+    assert np.allclose(vv, differences, rtol=1e-5, atol=1e-7)
+    assert np.isclose(derivatives(np.array([2.0]), np.array([0.0]))[1][0][0], -0.5)                 # no spread: log f² itself
     assert np.isfinite(expected_log_square(jnp.float32(3e4), jnp.float32(1e-6)))
 
 
@@ -96,12 +105,11 @@ def integrals(approx):
     return integral_of_square(approx.model, part), integral_by_rule(approx.model, part, moments)
 
 
-@pytest.mark.parametrize("mean", [0.0, 0.8])
-def test_closed_form_of_the_integral_and_its_derivatives(mean):
-    approx = with_q(CoxSVGP(model(mean=mean), gpt.InducingPoints(Z)))
-    values = jax.jit(lambda a: integrals(a))(approx) if False else eqx.filter_jit(integrals)(approx)
-    assert np.isclose(*values, rtol=1e-10)
-    slopes = [eqx.filter_grad(lambda a: integrals(a)[which])(approx) for which in (0, 1)]
+def test_closed_form_of_the_integral_and_its_derivatives():
+    approx = with_q(CoxSVGP(model(), gpt.InducingPoints(Z)))
+    assert np.isclose(*eqx.filter_jit(integrals)(approx), rtol=1e-10)
+    slope = eqx.filter_jit(lambda a, which: eqx.filter_grad(lambda a: integrals(a)[which])(a))
+    slopes = [slope(approx, which) for which in (0, 1)]
     for one, other in zip(*(jax.tree.leaves(eqx.filter(s, eqx.is_inexact_array)) for s in slopes)):
         assert np.allclose(one, other, rtol=1e-8, atol=1e-9)
 
@@ -148,10 +156,10 @@ def test_expectations_of_links(link):
 
 def test_more_inducing_points_raise_the_bound():
     bounds = []
-    for M in (2, 4, 8):
+    for M in (2, 6):
         approx = CoxSVGP(gpt.freeze(model("exp", 0.6, lengthscale=0.7)), gpt.freeze(gpt.InducingPoints(np.linspace(0, 4, M)[:, None])))
         bounds.append(float(gpt.fit(approx, (events,), progress=False).approx.objective(events)))
-    assert bounds[0] < bounds[1] < bounds[2] + 1e-9
+    assert bounds[0] < bounds[1] - 1e-3
 
 
 def test_the_grid_tends_to_the_continuum():
@@ -171,8 +179,30 @@ def test_batches_of_events_are_unbiased(link):
     approx = with_q(CoxSVGP(model(link), gpt.InducingPoints(Z)))
     parts = [float(approx.objective(events[k:k + 3], num_data=9)) for k in (0, 3, 6)]
     assert np.isclose(np.mean(parts), float(approx.objective(events)), rtol=1e-10)
-    result = gpt.fit(approx, (events,), batch_size=3, steps=5, key=jax.random.key(0), optimiser=__import__("optax").adam(1e-3), progress=False)
+    result = gpt.fit(approx, (events,), batch_size=3, steps=5, key=jax.random.key(0), optimiser=optax.adam(1e-3), progress=False)
     assert np.isfinite(result.approx.objective(events))
+
+
+@pytest.mark.parametrize("make, link", [(CoxSVGP, "square"), (CoxSGPMC, "exp")])
+def test_derivatives_of_the_objectives(make, link):
+    approx = make(model(link), gpt.InducingPoints(Z))
+    trainable, rest = gpt.partition(with_q(approx) if make is CoxSVGP else approx)
+    theta, unravel = jax.flatten_util.ravel_pytree(trainable)
+    theta, direction, step = theta + 0.1 * rng.normal(size=theta.shape), rng.normal(size=theta.shape), 1e-4
+    objective = lambda theta: eqx.combine(unravel(theta), rest).objective(events)
+
+    @jax.jit
+    def derivatives(theta):
+        ahead = jax.jvp(jax.value_and_grad(objective), (theta,), (direction,))
+        return *ahead, jax.grad(lambda theta: jax.grad(objective)(theta) @ direction)(theta)
+
+    with gpt.nan_on_failure():
+        (_, slope), (forward, curvature), twice = derivatives(theta)
+        above, below = (derivatives(theta + sign * step * direction)[0] for sign in (1, -1))
+    assert np.isclose(forward, slope @ direction, rtol=1e-8)
+    assert np.isclose((above[0] - below[0]) / (2 * step), forward, rtol=1e-5)
+    assert np.allclose((above[1] - below[1]) / (2 * step), curvature, rtol=1e-4, atol=1e-4)
+    assert np.allclose(twice, curvature, rtol=1e-6, atol=1e-8)
 
 
 # Sampling
@@ -194,7 +224,7 @@ def test_density_of_the_sampler_is_that_of_its_parts(link):
 def test_draws_of_one_value_have_the_moments_of_their_density():
     held = gpt.freeze(model("exp", 0.6))
     approx = CoxSGPMC(held, gpt.InducingPoints(Z[1:2]))
-    run = sample(approx, (events,), key=jax.random.key(1), warmup=200, samples=1500, chains=2, progress=False)
+    run = sample(approx, (events,), key=jax.random.key(1), warmup=200, samples=1000, chains=2, progress=False)
     grid = np.linspace(-6, 6, 601)
     at = eqx.filter_jit(lambda v: eqx.tree_at(lambda a: a.v, approx, gpt.free(v)).objective(events))
     log_p = np.asarray(jax.lax.map(lambda v: at(v[None]), jnp.asarray(grid)))
