@@ -24,7 +24,8 @@ from .exact import (
     GP, Approximation, Posterior, check_levels, compiled, float_dtype, smallest_above)
 from .gaussians import gauss_hermite
 from .inducing import InducingPoints, check_inducing
-from .kernels import RBF, ConstantMean, Independent, Zero, check_inputs, in_dtype
+from .kernels import (
+    RBF, ConstantMean, Independent, Zero, check_inputs, in_dtype)
 from .likelihoods import Likelihood, Poisson
 from .linalg import precise
 from .mcmc import SGPMC, Mixture, at_values, given_values, log_standard_normal
@@ -98,7 +99,7 @@ def cell_counts(
     return Cells(centres.reshape(-1, len(window)), counts.ravel(), area)
 
 # %% ../nbs/41_cox.ipynb #b010
-STEP, FAR = 0.25, 7.0  # of the nodes of @eq-dawson-sum, and where @eq-log-far takes over
+STEP, FAR = 0.25, 7.0  # of the nodes of @eq-dawson-sum; where @eq-log-far begins
 _ODD = STEP * np.arange(1, int((FAR + 6) / STEP) + 1, 2)
 _FAR_TERMS = np.cumprod(np.arange(1.0, 28.0, 2)) / np.arange(1.0, 15.0)
 
@@ -107,12 +108,11 @@ def expected_log_square(
     mean: Array,  # Any shape
     var: Array,  # The same shape; positive, or zero where the mean is not
 ) -> Array:
-    "E[log f²] of f ~ N(mean, var), @eq-expected-log-square: erfs, or powers far from 0."
+    "E[log f²] of f ~ N(mean, var), @eq-expected-log-square."
     far = mean**2 > 2 * FAR**2 * var
     v, m = jnp.where(far, 1.0, var), jnp.where(far, mean, 1.0)
     z = jnp.where(far, 0.0, mean) / jnp.sqrt(2 * v)
     a = jnp.asarray(_ODD, z.dtype)
-    # 2 erf(a) - erf(a + z) - erf(a - z), without loss where both are one
     nodes = 2 * erf(a) - erf(a + z[..., None]) - erf(a - z[..., None])
     near = 2 * STEP * jnp.sum(nodes / a, axis=-1) + jnp.log(v)  # @eq-dawson-sum
     near = near - np.euler_gamma - np.log(2.0)
@@ -162,7 +162,7 @@ def box_integrals(
     kernel: RBF,  # Unwrapped
     window: Array,  # (D, 2)
 ) -> tuple[Array, Array]:  # (M,) and (M, M)
-    "∫ k(x, Z) dx and ∫ k(Z, x) k(x, Z) dx over a box, @eq-psi-vector and @eq-psi-matrix."
+    "∫ k(x, Z) dx and ∫ k(Z, x) k(x, Z) dx over a box, @eq-psi-matrix."
     low, high = window.T
     ell = jnp.broadcast_to(kernel.lengthscale, low.shape)
 
@@ -227,7 +227,8 @@ class PoissonProcess(Likelihood):
         if not isinstance(nodes, int) or nodes < 1 or nodes ** len(box) > MOST_NODES:
             raise ValueError("nodes must be a positive whole number, with at most "
                              f"{MOST_NODES} in all {len(box)} dimensions, got {nodes}")
-        self.window, self.link, self.nodes = tuple(map(tuple, box.tolist())), link, nodes
+        self.window = tuple(map(tuple, box.tolist()))
+        self.link, self.nodes = link, nodes
 
     def conditional_mean(self, f):
         return LINKS[self.link].intensity(f)
@@ -238,8 +239,9 @@ class PoissonProcess(Likelihood):
         return link.expected(mean, var), link.variance(mean, var)
 
     def check(self, y):
-        raise ValueError("a PoissonProcess has events and no y: use CoxSVGP or CoxSGPMC "
-                         "with data (events,), or count with cell_counts for a Poisson")
+        raise ValueError("a PoissonProcess has events and no y: use CoxSVGP or "
+                         "CoxSGPMC with data (events,), or count with cell_counts "
+                         "for a Poisson")
 
 # %% ../nbs/41_cox.ipynb #c015
 def has_closed_form(model, inducing) -> bool:
@@ -360,7 +362,8 @@ def _members(post, Xs):
 def _quantiles(intensity, Xs, q):
     "@eq-intensity-quantile, by halving intervals of log λ."
     mean, var = _members(intensity.posterior, Xs)
-    sd, below = jnp.sqrt(jnp.maximum(var, jnp.finfo(var.dtype).tiny)), intensity.link.below
+    sd = jnp.sqrt(jnp.maximum(var, jnp.finfo(var.dtype).tiny))
+    below = intensity.link.below
 
     def F(u):
         draws = lambda u: jnp.mean(below(jnp.exp(u), mean, sd), axis=0)
@@ -372,8 +375,8 @@ def _quantiles(intensity, Xs, q):
 
 # %% ../nbs/41_cox.ipynb #c031
 class Intensity(eqx.Module):
-    """λ(x) under a posterior of f, Gaussian or of a chain, with events or with counts on
-    a grid: of each unit of volume in both cases, @eq-intensity-quantile."""
+    """λ(x) under a posterior of f, Gaussian or of a chain, with events or with counts
+    on a grid: of each unit of volume in both cases, @eq-intensity-quantile."""
     posterior: Posterior  # of a model with a PoissonProcess, or a Poisson with binsize
 
     def __check_init__(self):

@@ -961,7 +961,7 @@ def digits(
 # %% ../nbs/04_data.ipynb #c131
 @dataclass(frozen=True, eq=False)
 class PointPattern:
-    "Events, the window they were looked for in, and their origin; iterating gives both."
+    "Events, the window they were looked for in, and their origin; unpacks as both."
 
     events: np.ndarray  # (N, D)
     window: np.ndarray  # lower and upper end of each dimension, (D, 2)
@@ -1009,11 +1009,10 @@ def _pines_stand_in() -> PointPattern:
 
 def finnish_pines() -> PointPattern:  # events (126, 2), in metres
     "Saplings in a forest; where their file is not found, with a warning, a stand-in."
-    places = {"finpines.csv": dict(delimiter=",", header=1), "finpines.txt": {"header": 1}}
-    for name, layout in places.items():
+    for name, mark in (("finpines.csv", ","), ("finpines.txt", None)):
         kept = cache_folder() / name
         if path := _local(name) or (kept if kept.is_file() else None):
-            events = _local_table(path, **layout)[:, :2]
+            events = _local_table(path, delimiter=mark, header=1)[:, :2]
             if events.shape != (126, 2) or not _within(events, _PINES):
                 raise ValueError(f"{name} must hold 126 points in {_PINES.tolist()}, "
                                  f"got {events.shape}, or some outside of it")
