@@ -22,18 +22,14 @@ from worker import timed
 
 CHAINS, WARMUP, SAMPLES, INDUCING = 2, 500, 1000, 30
 WAYS = {"gp_thesis, NUTS": "gp_thesis", "gpflow, 10 leapfrogs": "10", "gpflow, 30 leapfrogs": "30"}
-DISASTERS = [
-    4, 5, 5, 0, 0, 5, 3, 3, 0, 6, 3, 3, 4, 0, 3, 5, 3, 3, 5, 4, 5, 3, 1, 4, 4, 1, 5, 5, 3, 3, 2, 6, 2, 2, 2, 4, 3, 1, 3, 2, 2, 1, 1, 1,
-    1, 3, 0, 0, 1, 0, 1, 1, 0, 0, 3, 0, 1, 3, 1, 2, 1, 1, 0, 2, 0, 1, 0, 1, 0, 0, 0, 1, 1, 1, 0, 0, 1, 1, 0, 1, 2, 3, 2, 1, 1, 2, 1, 2,
-    0, 2, 1, 5, 1, 0, 0, 0, 2, 3, 0, 0, 0, 1, 0, 0, 0, 0, 0, 1, 0, 0, 1, 1]  # chapter 40
 
 
 def problem() -> tuple:
     "Years, counts and inducing inputs, and the length of a cell."
-    edges = np.linspace(1851.2026, 1962.2197, 113)
-    years = edges[:-1].reshape(-1, 2).mean(axis=1) + 0.5 * np.diff(edges)[0]
-    counts = np.reshape(DISASTERS, (-1, 2)).sum(axis=1).astype(float)
-    return years[:, None], counts, np.linspace(edges[0], edges[-1], INDUCING)[:, None], float(2 * np.diff(edges)[0])
+    from gp_thesis.cox import cell_counts
+    from gp_thesis.data import coal_disasters
+    days, window = coal_disasters()
+    return cell_counts(days, window, 56)[:2] + (np.linspace(*window[0], INDUCING)[:, None], float(np.ptp(window) / 56))
 
 
 def by_gp_thesis(seed: int) -> dict:
