@@ -344,15 +344,14 @@ def _invert(L):
     return lax.linalg.triangular_solve(L, jnp.eye(len(L), dtype=L.dtype), lower=True)
 
 
-def _by_halves(L, whole):
-    "@eq-block-inverse, down to so many rows."
-    N = len(L)
-    if N <= whole:
-        return _invert(L)
-    half = -(-N // 2)
-    X1, X2 = _by_halves(L[:half, :half], whole), _by_halves(L[half:, half:], whole)
-    below = -X2 @ (L[half:, :half] @ X1)
-    return jnp.block([[X1, jnp.zeros((half, N - half), L.dtype)], [below, X2]])
+def _by_halves(L, X, a, b, whole):
+    "X with @eq-block-inverse in rows and columns a to b."
+    if b - a <= whole:
+        return X.at[a:b, a:b].set(_invert(L[a:b, a:b]))
+    m = -(-(a + b) // 2)
+    X = _by_halves(L, _by_halves(L, X, a, m, whole), m, b, whole)
+    below = L[m:b, a:m] @ X[a:m, a:m]
+    return X.at[m:b, a:m].set(-X[m:b, m:b] @ below)
 
 
 @jax.custom_jvp
@@ -362,7 +361,8 @@ def inverse_lower(
 ) -> Array:  # (N, N)
     "L⁻¹ by matrix products, worth its price where it meets many right hand sides."
     N = L.shape[0]
-    return _by_halves(L, N if N <= WHOLE // 2 else -(-N // 8))
+    whole = N if N <= WHOLE // 2 else -(-N // (4 if N <= 4 * WHOLE else 8))
+    return _by_halves(L, jnp.zeros_like(L), 0, N, whole)
 
 
 # %% ../nbs/02_linalg.ipynb #c025
