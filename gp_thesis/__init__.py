@@ -43,6 +43,7 @@ from .sparse import (
     DTC, FITC, PITC, VFE, EvidenceInterval, PowerEPRegression, Statistics,
     uncollapsed_bound)
 from .svgp import SVGP, VariationalGaussian, adadelta, kmeans_centres, natural_gradient
+from .tied_factors import ApproximatePowerEP
 from .variational import VGP, MeanField, PointPosterior, WhitenedVGP
 
 
