@@ -6,19 +6,16 @@
 __all__ = ['log_determinant_near_one', 'tied_cavity', 'tied_cavities', 'ApproximatePowerEP', 'fixed_power']
 
 # %% ../nbs/51_tied_factors.ipynb #t004
-import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from .exact import GP, Approximation, check_data
-from .inducing import InducingVariables
+from .exact import GP
 from .linalg import factor_or_nan, inverse_lower, precise
-from .parameters import Fixed, unwrap
+from .parameters import Fixed
 from .products import over_rows
-from .svgp import (
-    SVGP, VariationalGaussian, check_svgp, joined, latent_marginals, whitened)
+from .svgp import SVGP, VariationalGaussian, latent_marginals, whitened
 
 # %% ../nbs/51_tied_factors.ipynb #t010
 def log_determinant_near_one(
@@ -33,7 +30,7 @@ def log_determinant_near_one(
     correction = lax.stop_gradient(jnp.sum((inverse.T @ inverse) * error))
     return 2 * jnp.sum(jnp.log1p(jnp.diag(K))) + correction
 
-
+# %% ../nbs/51_tied_factors.ipynb #t01a
 @precise
 def tied_cavity(
     q: VariationalGaussian,  # Of v, with m (M,) and S_factor (M, M)
@@ -64,18 +61,13 @@ def tied_cavities(
     return VariationalGaussian(rest.m.T, rest.S_factor), jnp.sum(divergences)
 
 # %% ../nbs/51_tied_factors.ipynb #t012
-class ApproximatePowerEP(Approximation):
+class ApproximatePowerEP(SVGP):
     """Power EP with one average factor for all rows, q(v) ∝ p(v) t(v)ᴺ, @eq-tied-q.
 
-    Its energy, @eq-tied-energy, is a sum over rows and is climbed directly, in q and all
-    else, also by minibatches. For any likelihood. Towards power 0 it is the bound of
-    `SVGP`; above, it is no bound. O(B M² + M³) time for B rows, O(M²) memory.
-    [@bui2017thesis, section 2.6; @hernandezlobato2016black]"""
-    model: GP  # what is believed of f and y
-    inducing: InducingVariables | tuple[InducingVariables, ...]
-    q: VariationalGaussian  # of v = L⁻¹ u
+    For any likelihood, and any size of data: its energy, @eq-tied-energy, is a sum over
+    rows. Towards power 0 it is the bound of `SVGP`; above, it is no bound. O(B M² + M³)
+    time for B rows, O(M²) memory. [@bui2017thesis, section 2.6]"""
     power: Fixed | None  # None is 1, a program of its own
-    whiten: bool = eqx.field(static=True)
 
     def __init__(
         self,
@@ -84,9 +76,8 @@ class ApproximatePowerEP(Approximation):
         power: float = 1.0,  # α in (0, 1]
         num_latents: int | None = None,  # P; None: as model or list ask, else 1
     ):
-        start = SVGP(model, inducing, num_latents)
-        self.model, self.inducing, self.q = model, start.inducing, start.q
-        self.power, self.whiten = fixed_power(power), True
+        super().__init__(model, inducing, num_latents)
+        self.power = fixed_power(power)
 
     def bound(self, X, y, scale):
         "The energy, @eq-tied-energy."
@@ -101,13 +92,6 @@ class ApproximatePowerEP(Approximation):
 
         total = over_rows(tilted, len(self.q.m), (X, y)) / alpha
         return scale * total - sum(divergence for _, divergence in each)
-
-    def q_f(self):
-        return joined(self.model, whitened(self))
-
-    def check(self, X, y=None):
-        shape = len(X), *unwrap(self.q.m).shape[1:]
-        return check_svgp(self, *check_data(self.model, X, y, shape))
 
 # %% ../nbs/51_tied_factors.ipynb #t013
 def fixed_power(power) -> Fixed | None:
