@@ -41,7 +41,7 @@ APPROXIMATIONS = {
     "SVGP, a kernel for each": (gpt.SVGP(gpt.GP(gpt.Independent([gpt.RBF(0.8), gpt.Matern32(1.5, 0.7)]), gpt.Heteroscedastic()), points), y),
     "SVGP, Gaussian": (gpt.SVGP(noisy, points, 2), np.stack([y, -y], axis=1)),
     "ApproximatePowerEP": (gpt.ApproximatePowerEP(label, points, 0.5), labels),
-    "ApproximatePowerEP, power 1": (gpt.ApproximatePowerEP(count, points), counts),
+    "ApproximatePowerEP, power 1": (gpt.ApproximatePowerEP(noisy, points), y),
     "ApproximatePowerEP, robust max": (gpt.ApproximatePowerEP(robust, points, 0.5), classes),
     "EP": (gpt.EP(count, tolerance=1e-11), counts),
     "GFITC": (gpt.GFITC(label, points, tolerance=1e-11), labels),

@@ -142,6 +142,16 @@ def test_at_an_optimum_q_has_the_average_moments_of_the_tilted():
     assert np.allclose(np.mean(moments, axis=0), [q.m[0], q.m[0] ** 2 + q.S_factor[0, 0] ** 2], atol=2e-4)
 
 
+def test_the_precision_loses_the_squares_of_slopes_however_many_the_rows():
+    "All rows at the one inducing input with Gaussian noise: a share 1 - power r² / noise of the precision is left."
+    rows, noise, power = 4000, 0.2, 0.5
+    seen, one = np.sqrt(noise) * rng.normal(size=rows), gpt.InducingPoints(np.array([[1.0]]))
+    prior = gpt.freeze(gpt.GP(gpt.RBF(1.0, 1.0), gpt.Gaussian(noise)))
+    approx = gpt.fit(gpt.ApproximatePowerEP(prior, gpt.freeze(one), power), (np.ones((rows, 1)), seen), progress=False, tolerance=1e-14).approx
+    expected = rows / noise * (1 - power * np.var(seen) / noise)
+    assert np.isclose(unwrap(approx.q).S_factor[0, 0] ** -2, expected, rtol=0.01)
+
+
 def test_minibatches_are_unbiased_and_train():
     data = X, Y["Bernoulli"]
     approx = with_q(gpt.ApproximatePowerEP(model("Bernoulli"), points, 0.5), some_q())
