@@ -139,9 +139,10 @@ def match_moments(
     shrinkage = 1 + v * curvature                                  # @eq-ep-projection
     target = Sites((slope - m * curvature) / (alpha * shrinkage),  # @eq-ep-match
                    -curvature / (alpha * shrinkage))
-    off = jnp.abs(m + v * slope - mean), jnp.abs(v * shrinkage - var)
-    misfit = jnp.maximum(off[0] / jnp.sqrt(var + D), off[1] / (var + D)) / alpha
-    proper = (rest > 0) & (var + D > 0) & jnp.isfinite(misfit)     # @eq-ep-misfit
+    force = slope + alpha * (sites.precision * mean - sites.shift)
+    off = jnp.sqrt(var) * jnp.abs(force) / rest, jnp.abs(shrinkage / rest - 1)
+    misfit = jnp.maximum(*off) / alpha                             # @eq-ep-misfit
+    proper = (rest > 0) & (var + D > 0) & jnp.isfinite(misfit)
     return Match(m, v, target, jnp.where(proper, misfit, jnp.inf))
 
 
@@ -390,7 +391,7 @@ def report(approx, point: FixedPoint) -> FixedPoint:
             f"EP: no fixed point in {point.rounds} rounds: {point.left} of "
             f"{len(point.mean)} observations have a misfit above the tolerance, the "
             f"largest is {point.misfit:.1e}. Sites and cavities are those of the last "
-            "round that left a Gaussian", stacklevel=3)
+            "round that left a Gaussian", stacklevel=4)
     return point
 
 # %% ../nbs/31_expectation_propagation.ipynb #c023b

@@ -42,6 +42,8 @@ APPROXIMATIONS = {
     "SVGP, Gaussian": (gpt.SVGP(noisy, points, 2), np.stack([y, -y], axis=1)),
     "EP": (gpt.EP(count, tolerance=1e-11), counts),
     "GFITC": (gpt.GFITC(label, points, tolerance=1e-11), labels),
+    "PowerEP": (gpt.PowerEP(label, points, 0.5, tolerance=1e-11), labels),
+    "PowerEP, softmax": (gpt.PowerEP(soft, points, 0.5, tolerance=1e-11), labels),
     "SparseMeanField": (gpt.SparseMeanField(label, points), labels),
     "WeakBound": (gpt.WeakBound(label, points), labels),
 }
