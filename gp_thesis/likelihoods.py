@@ -237,7 +237,8 @@ def tilted_moments(
 ) -> tuple[Array, Array, Array]:  # log Z, one for each y; mean and var, as `mean`
     "Normaliser and moments of p(y | f)^power N(f | mean, var) / Z, @eq-tilted."
     log_Z, slope, curvature = tilted_slopes(likelihood, mean, var, y, power)
-    return log_Z, mean + var * slope, var + var**2 * curvature  # @eq-tilted-mean-variance
+    # @eq-tilted-mean-variance
+    return log_Z, mean + var * slope, var + var**2 * curvature
 
 # %% ../nbs/11_likelihoods.ipynb #p005
 def log_expectation_about(

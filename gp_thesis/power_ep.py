@@ -67,7 +67,8 @@ def _visit(approx, sites, X, y, rows):
         goal = take(sweep(likelihood, prior, y, sites, power, rows))
     else:
         q = take(marginals(prior, sites))
-        found = match_moments(likelihood, y[rows], take(sites), *q, prior.D[rows], power)
+        found = match_moments(
+            likelihood, y[rows], take(sites), *q, prior.D[rows], power)
         keep = lambda new, old: jnp.where(jnp.isfinite(found.misfit), new, old)
         goal = jax.tree.map(keep, found.target, take(sites))
     new = moved(take(sites), goal, approx.rate)
