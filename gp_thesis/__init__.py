@@ -21,7 +21,7 @@ from pathlib import Path as _Path
 import equinox as _eqx
 
 from .checkpoints import load, save
-from .ep import EP, GFITC, SparseMeanField, WeakBound, weak_bound
+from .ep import EP, GFITC, PowerEP, SparseMeanField, WeakBound, weak_bound
 from .exact import (
     GP, Approximation, Exact, ExactPosterior, GaussianPosterior, Posterior)
 from .fitting import Fit, fit

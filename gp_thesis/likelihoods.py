@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['LINKS', 'as_edges', 'ObservationModel', 'Likelihood', 'check_observations', 'check_support', 'PerRow', 'check_pairs',
-           'tilted_moments', 'log_expectation_about', 'gaussian_log_density', 'Gaussian', 'Bernoulli', 'normal_hazard',
-           'log_normal_cdf', 'Multiclass', 'probability_largest', 'RobustMax', 'log_omega_start', 'log_sum_exp_bound',
-           'normal_nodes', 'log_expectation_of_several', 'Softmax', 'log_omega', 'log_rate_bump', 'LogRate',
-           'Exposures', 'Poisson', 'Gamma', 'Exponential', 'Beta', 'concave_bump', 'LogConcave', 'Trials',
+           'tilted_slopes', 'tilted_moments', 'log_expectation_about', 'gaussian_log_density', 'Gaussian', 'Bernoulli',
+           'normal_hazard', 'log_normal_cdf', 'Multiclass', 'probability_largest', 'RobustMax', 'log_omega_start',
+           'log_sum_exp_bound', 'normal_nodes', 'log_expectation_of_several', 'Softmax', 'log_omega', 'log_rate_bump',
+           'LogRate', 'Exposures', 'Poisson', 'Gamma', 'Exponential', 'Beta', 'concave_bump', 'LogConcave', 'Trials',
            'check_successes', 'Binomial', 'log_rising', 'NegativeBinomial', 'log_normal_interval', 'Edges', 'Ordinal',
            'Heteroscedastic', 'double_exponential_rule', 'student_constant', 'student_variance', 'expected_log_tail',
            'log_tilted_tail', 'StudentT']
@@ -203,16 +203,16 @@ def check_pairs(
     return y
 
 # %% ../nbs/11_likelihoods.ipynb #p003
-def tilted_moments(
+def tilted_slopes(
     likelihood: Likelihood,  # With plain arrays in the place of parameters
     mean: Array,  # Of the Gaussian, (N,) or (N, P)
     var: Array,  # Of the Gaussian, the same shape
     y: Array,  # Observations that fit it
     power=1.0,  # Of the likelihood, positive
-) -> tuple[Array, Array, Array]:  # log Z, one for each y; mean and var, as `mean`
-    """Normaliser and moments of p(y | f)^power N(f | mean, var) / Z, @eq-tilted.
+) -> tuple[Array, Array, Array]:  # log Z, one for each y; the others as `mean`
+    """log Z of @eq-tilted and its first two derivatives in the mean.
 
-    The variance is at least √ε times `var`, where ε is the spacing of numbers at 1."""
+    The second is at least (√ε - 1) / `var`, where ε is the spacing of numbers at 1."""
     def total(mean, var):
         log_Z = likelihood.log_tilted(mean, var, y, power)
         return jnp.sum(log_Z), log_Z
@@ -224,8 +224,21 @@ def tilted_moments(
     else:
         (slope, slope_var), log_Z = jax.grad(total, (0, 1), has_aux=True)(mean, var)
         curvature = 2 * slope_var - slope**2
-    shrinkage = jnp.maximum(1 + var * curvature, jnp.sqrt(jnp.finfo(var.dtype).eps))
-    return log_Z, mean + var * slope, var * shrinkage  # @eq-tilted-mean-variance
+    floor = (jnp.sqrt(jnp.finfo(var.dtype).eps) - 1) / var
+    return log_Z, slope, jnp.maximum(curvature, floor)
+
+
+def tilted_moments(
+    likelihood: Likelihood,  # With plain arrays in the place of parameters
+    mean: Array,  # Of the Gaussian, (N,) or (N, P)
+    var: Array,  # Of the Gaussian, the same shape
+    y: Array,  # Observations that fit it
+    power=1.0,  # Of the likelihood, positive
+) -> tuple[Array, Array, Array]:  # log Z, one for each y; mean and var, as `mean`
+    "Normaliser and moments of p(y | f)^power N(f | mean, var) / Z, @eq-tilted."
+    log_Z, slope, curvature = tilted_slopes(likelihood, mean, var, y, power)
+    # @eq-tilted-mean-variance
+    return log_Z, mean + var * slope, var + var**2 * curvature
 
 # %% ../nbs/11_likelihoods.ipynb #p005
 def log_expectation_about(

@@ -45,6 +45,8 @@ APPROXIMATIONS = {
     "ApproximatePowerEP, robust max": (gpt.ApproximatePowerEP(robust, points, 0.5), classes),
     "EP": (gpt.EP(count, tolerance=1e-11), counts),
     "GFITC": (gpt.GFITC(label, points, tolerance=1e-11), labels),
+    "PowerEP": (gpt.PowerEP(label, points, 0.5, tolerance=1e-11), labels),
+    "PowerEP, softmax": (gpt.PowerEP(soft, points, 0.5, tolerance=1e-11), labels),
     "SparseMeanField": (gpt.SparseMeanField(label, points), labels),
     "WeakBound": (gpt.WeakBound(label, points), labels),
 }

@@ -1,0 +1,302 @@
+"""Power EP at any power, against closed forms, programs with whole matrices, quadrature, finite differences and limits.
+
+Compiling costs more than computing here: most tests have the same 15 rows, 4 inducing points and tolerance."""
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import integrate, optimize
+from scipy.stats import norm, poisson
+from scipy.stats import t as student
+
+import gp_thesis as gpt
+from gp_thesis.ep import Sites, prior_of
+from gp_thesis.parameters import partition, unwrap
+from gp_thesis.power_ep import energy_at, posterior_at, start_sites, visit_sites
+
+rng = np.random.default_rng(3)
+N = 15
+X = np.sort(rng.uniform(0, 4, (N, 1)), axis=0)
+f = 1.2 * np.sin(2 * X[:, 0])
+noisy = f + 0.3 * rng.standard_t(4, N)
+TARGETS = {"probit": (gpt.Bernoulli(), (noisy > 0).astype(float)), "counts": (gpt.Poisson(), rng.poisson(np.exp(f)).astype(float)),
+           "Student": (gpt.StudentT(0.3), noisy)}
+DENSITIES = {"probit": lambda f, y: norm.cdf((2 * y - 1) * f), "counts": lambda f, y: poisson.pmf(y, np.exp(f)),
+             "Student": lambda f, y: student.pdf((y - f) / 0.3, float(unwrap(gpt.StudentT(0.3)).df)) / 0.3}
+Z = gpt.InducingPoints(np.linspace(0.3, 3.7, 4)[:, None])
+KERNEL = gpt.RBF(0.8, 1.5)
+
+
+def make(name, power, inducing=Z, **settings):
+    return gpt.PowerEP(gpt.GP(KERNEL, TARGETS[name][0], gpt.ConstantMean(0.2)), inducing, power, **{"tolerance": 1e-11, **settings})
+
+
+def matrices():
+    "K, Q and the prior mean, by NumPy alone."
+    k = lambda a, b: 1.5 * np.exp(-0.5 * ((a - b.T) / 0.8) ** 2)
+    points = np.linspace(0.3, 3.7, 4)[:, None]
+    Kuf = k(points, X)
+    return k(X, X), Kuf.T @ np.linalg.solve(k(points, points), Kuf), 0.2
+
+
+def plain(name, alpha, sweeps=150, points=4001):
+    """Energy, mean and covariance of z under q, by sites on N x N matrices, sums on a grid for all integrals, and the energy
+    from normalisers as Bui writes them, A.87 with (2.21): nothing of the package takes part."""
+    y, density = TARGETS[name][1], DENSITIES[name]
+    K, Q, mean = matrices()
+    D = np.diag(K - Q)
+    tau, nu = np.zeros(N), np.zeros(N)                       # sites in z - mean
+
+    def posterior(tau, nu):
+        S = np.linalg.solve(np.eye(N) + Q * tau, Q)
+        return S @ nu, S
+
+    def tilted(n, m, v):
+        t = np.linspace(-9, 9, points)
+        grid = mean + m + np.sqrt(v + D[n]) * t
+        w = norm.pdf(t) * (t[1] - t[0]) * density(grid, y[n]) ** alpha
+        mass = w.sum()
+        first = w @ (grid - mean) / mass
+        second = w @ (grid - mean - first) ** 2 / mass
+        gain = v / (v + D[n])                                # moments of z from those of f
+        return np.log(mass), m + gain * (first - m), v - gain * v + gain**2 * second
+
+    for _ in range(sweeps):
+        before = tau.copy()
+        for n in range(N):
+            m, S = posterior(tau, nu)
+            left = 1 / S[n, n] - alpha * tau[n]
+            cavity = ((m[n] / S[n, n] - alpha * nu[n]) / left, 1 / left)
+            _, m_hat, v_hat = tilted(n, *cavity)
+            tau[n] = (1 - alpha) * tau[n] + 1 / v_hat - left
+            nu[n] = (1 - alpha) * nu[n] + m_hat / v_hat - cavity[0] * left
+        if np.abs(tau - before).max() < 1e-11:
+            break
+    m, S = posterior(tau, nu)
+    energy = -0.5 * np.linalg.slogdet(np.eye(N) + Q * tau)[1] + 0.5 * nu @ m
+    for n in range(N):
+        left, v = 1 / S[n, n] - alpha * tau[n], S[n, n]
+        cavity = ((m[n] / v - alpha * nu[n]) / left, 1 / left)
+        log_normaliser = lambda a, b: 0.5 * np.log(b) + 0.5 * a**2 / b
+        energy += (tilted(n, *cavity)[0] + log_normaliser(*cavity) - log_normaliser(m[n], v)) / alpha
+    return energy, mean + m, S
+
+
+def numbers_of(approx, X, y):
+    "Energy, its gradient, mean and factor of q(v), end to end."
+    trainable, rest = partition(approx)
+
+    @eqx.filter_jit
+    def all_of(trainable, rest):
+        value, slope = jax.value_and_grad(lambda t: eqx.combine(t, rest).objective(X, y))(trainable)
+        q = eqx.combine(trainable, rest).posterior(X, y)
+        return value, slope, q.m, q.S_factor
+
+    with gpt.nan_on_failure():
+        return np.concatenate([np.ravel(a) for a in jax.tree.leaves(all_of(trainable, rest))])
+
+
+@pytest.mark.parametrize("name, alpha", [("probit", 1.0), ("probit", 0.5), ("counts", 0.5), ("Student", 0.5)])
+def test_whole_matrices_and_sums_end_at_the_same_place(name, alpha):
+    energy, mean, S = plain(name, alpha)
+    approx = make(name, alpha, tolerance=1e-8)
+    point = jax.tree.map(np.asarray, approx.fixed_point(X, TARGETS[name][1]))
+    whole = 1 / point.var + alpha * point.sites.precision
+    assert np.isclose(approx.objective(X, TARGETS[name][1]), energy, atol=2e-6)
+    assert np.allclose((point.mean / point.var + alpha * point.sites.shift) / whole, mean, atol=1e-4)
+    assert np.allclose(1 / whole, np.diag(S), rtol=1e-4)
+
+
+@pytest.mark.parametrize("alpha", [1.0, 0.8, 0.5, 0.2, 0.01])
+def test_gaussian_noise_has_the_closed_form(alpha):
+    gp = gpt.GP(KERNEL, gpt.Gaussian(0.2))
+    ours, closed = gpt.PowerEP(gp, Z, alpha), gpt.PowerEPRegression(gp, Z, alpha)
+    assert np.isclose(ours.objective(X, noisy), closed.objective(X, noisy), atol=1e-8)
+    a, b = (approx.posterior(X, noisy) for approx in (ours, closed))
+    assert np.allclose(a.mean(X), b.mean(X), atol=1e-8) and np.allclose(a.covariance(X), b.covariance(X), atol=1e-8)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_the_limit_at_zero_is_the_variational_bound(name):
+    y = TARGETS[name][1]
+    table = [numbers_of(make(name, 0.08 / 2**k, tolerance=1e-13), X, y) for k in range(6)]
+    for order in range(1, 6):  # Richardson's extrapolation
+        table = [(2**order * b - a) / (2**order - 1) for a, b in zip(table, table[1:])]
+    value, slope, m, S = np.split(table[0], np.cumsum([1, len(table[0]) - 21, 4]))
+    trainable, rest = partition(make(name, 0.5))
+
+    @eqx.filter_jit
+    def bound(trainable, m, S):
+        def at(trainable, m, S):
+            plain = unwrap(eqx.combine(trainable, rest))
+            q = gpt.InducingPosterior(plain.model, plain.inducing, prior_of(plain, jnp.asarray(X)).L, m, S)
+            return gpt.uncollapsed_bound(q, jnp.asarray(X), jnp.asarray(y))
+        return jax.value_and_grad(at, (0, 1, 2))(trainable, m, S)
+
+    expected, slopes = bound(trainable, m, S.reshape(4, 4))
+    assert np.isclose(value[0], expected, atol=1e-8)
+    assert max(np.abs(slopes[1]).max(), np.abs(np.triu(slopes[2])).max()) < 1e-6       # the best q of the bound
+    assert np.allclose(slope, np.concatenate([np.ravel(a) for a in jax.tree.leaves(slopes[0])]), atol=1e-6)
+    assert np.abs(slope).max() > 0.1
+
+
+def test_towards_zero_the_energy_of_any_sites_is_the_bound():
+    y, random = TARGETS["probit"][1], np.random.default_rng(0)
+    sites = Sites(jnp.asarray(random.normal(size=N)), jnp.asarray(random.uniform(size=N)))
+    q = posterior_at(make("probit", 0.5), sites, X)
+    bound = float(gpt.uncollapsed_bound(q, X, y))
+    gaps = [float(energy_at(make("probit", alpha), sites, X, y)) - bound for alpha in (0.1, 0.01, 0.001)]
+    assert abs(gaps[0]) > 1e-3 and np.allclose(np.divide(gaps[:2], gaps[1:]), 10, rtol=0.2) and abs(gaps[2]) < 0.01
+
+
+def test_gradients_are_those_of_the_converged_energy():
+    y = TARGETS["Student"][1]
+    approx = gpt.PowerEP(gpt.GP(gpt.Matern32(0.8, 1.5), gpt.StudentT(0.3), gpt.ConstantMean(0.2)), Z, 0.4, tolerance=1e-12)
+    trainable, rest = partition(approx)
+    flat, back = jax.flatten_util.ravel_pytree(trainable)
+    with gpt.nan_on_failure():
+        energy = jax.jit(jax.value_and_grad(lambda flat: eqx.combine(back(flat), rest).objective(X, y)))
+        slope, step = energy(flat)[1], 1e-4
+        at = lambda e: float(energy(flat + e)[0])
+        differences = [(8 * (at(e) - at(-e)) - at(2 * e) + at(-2 * e)) / (12 * step) for e in step * np.eye(len(flat))]
+    assert len(flat) == 3 + 1 + 4 and np.abs(slope).min() > 1e-4
+    assert np.allclose(slope, differences, rtol=1e-5, atol=1e-5)
+
+
+def test_order_and_rate_do_not_move_the_fixed_point():
+    y = TARGETS["counts"][1]
+    first = make("counts", 0.5).fixed_point(X, y)
+    for settings in (dict(sequential=True), dict(rate=0.5)):
+        other = make("counts", 0.5, **settings).fixed_point(X, y)
+        assert other.left == 0 and np.allclose(other.sites.precision, first.sites.precision, atol=1e-8)
+        assert np.allclose(other.sites.shift, first.sites.shift, atol=1e-8)
+
+
+def test_interdomain_variables_need_only_their_covariances():
+    y = TARGETS["probit"][1]
+    wide, narrow = (make("probit", 0.5, gpt.GaussianWindow(np.linspace(0.3, 3.7, 4)[:, None], b)) for b in (0.5, 1e-5))
+    points = make("probit", 0.5)
+    assert np.isclose(narrow.objective(X, y), points.objective(X, y), atol=1e-6)
+    assert abs(float(wide.objective(X, y) - points.objective(X, y))) > 1e-3
+    gp = gpt.GP(KERNEL, gpt.Gaussian(0.2))
+    assert np.isclose(gpt.PowerEP(gp, wide.inducing, 0.3).objective(X, noisy),
+                      gpt.PowerEPRegression(gp, wide.inducing, 0.3).objective(X, noisy), atol=1e-8)
+
+
+# several latent functions
+
+
+CLASSES = np.where(f > 0.4, 0.0, np.where(f > -0.4, 1.0, 2.0))
+
+
+@pytest.mark.parametrize("alpha", [1.0, 0.5])
+def test_several_functions_match_the_moments_of_each(alpha):
+    approx = gpt.PowerEP(gpt.GP(KERNEL, gpt.RobustMax(3, 0.05)), Z, alpha, rate=0.3, rounds=400, tolerance=1e-7)
+    point = jax.tree.map(np.asarray, approx.fixed_point(X, CLASSES))
+    assert point.left == 0 and point.sites.shift.shape == (N, 3)
+    prior = jax.tree.map(np.asarray, prior_of(unwrap(approx), jnp.asarray(X)))
+    whole = 1 / point.var + alpha * point.sites.precision
+    n = int(np.argmax(np.abs(point.sites.shift).sum(1)))
+    draws = point.mean[n] + np.sqrt(point.var[n]) * np.random.default_rng(0).normal(size=(1_000_000, 3))
+    seen = draws + np.sqrt(prior.D[n]) * np.random.default_rng(1).normal(size=draws.shape)
+    w = np.where(np.argmax(seen, 1) == CLASSES[n], 0.95, 0.025) ** alpha       # tilted, by Monte Carlo
+    mean = w @ draws / w.sum()
+    var = w @ (draws - mean) ** 2 / w.sum()
+    assert np.allclose(((point.mean / point.var + alpha * point.sites.shift) / whole)[n], mean, atol=5e-3)
+    assert np.allclose(1 / whole[n], var, rtol=1e-2)
+
+
+def test_functions_of_their_own_are_as_many_problems_of_one():
+    class Apart(gpt.Softmax):  # y holds two labels, each of a function of its own
+        num_latents = 2
+
+        def log_tilted(self, mean, var, y, power=1.0):
+            both = jnp.stack([y % 2, y // 2], axis=-1)
+            return jnp.sum(gpt.Bernoulli().log_tilted(mean, var, both, power), -1)
+
+    a, b = (noisy > 0).astype(float), (noisy > 0.5).astype(float)
+    together = gpt.PowerEP(gpt.GP(KERNEL, Apart(4)), Z, 0.5, tolerance=1e-11)
+    apart = [gpt.PowerEP(gpt.GP(KERNEL, gpt.Bernoulli()), Z, 0.5, tolerance=1e-11) for _ in range(2)]
+    assert np.isclose(together.objective(X, a + 2 * b), sum(float(one.objective(X, y)) for one, y in zip(apart, (a, b))), atol=1e-8)
+    both, each = together.posterior(X, a + 2 * b), [one.posterior(X, y) for one, y in zip(apart, (a, b))]
+    assert np.allclose(both.mean(X), np.stack([q.mean(X) for q in each], 1), atol=1e-8)
+    assert np.allclose(both.covariance(X), np.stack([q.covariance(X) for q in each]), atol=1e-8)
+
+
+def test_softmax_lies_between_its_bound_and_more():
+    approx = gpt.PowerEP(gpt.GP(KERNEL, gpt.Softmax(3)), Z, 0.5)
+    sequential = gpt.PowerEP(gpt.GP(KERNEL, gpt.Softmax(3)), Z, 0.5, sequential=True)
+    first, second = (one.fixed_point(X, CLASSES) for one in (approx, sequential))
+    assert first.left == second.left == 0 and np.allclose(first.sites.shift, second.sites.shift, atol=1e-4)
+
+
+# rounds of one's own
+
+
+def test_minibatches_of_sites_come_to_the_fixed_point():
+    y = TARGETS["probit"][1]
+    for settings, visits in ((dict(rate=0.5), 90), (dict(sequential=True), 40)):
+        approx = make("probit", 0.5, **settings)
+        sites, random = start_sites(approx, X, y), np.random.default_rng(0)
+        assert not np.any(sites.shift) and sites.shift.shape == (N,)
+        for _ in range(visits):
+            rows = random.choice(N, 5, replace=False)
+            new = visit_sites(approx, sites, X, y, rows)
+            others = np.setdiff1d(np.arange(N), rows)
+            assert np.array_equal(np.asarray(new.shift)[others], np.asarray(sites.shift)[others])
+            sites = new
+        found = approx.fixed_point(X, y)
+        assert np.allclose(sites.shift, found.sites.shift, atol=1e-4)
+        assert np.isclose(energy_at(approx, found.sites, X, y), approx.objective(X, y), atol=1e-10)
+        assert np.allclose(posterior_at(approx, found.sites, X).mean(X), approx.posterior(X, y).mean(X), atol=1e-8)
+        assert approx.fixed_point(X, y, sites=found.sites).rounds == 0
+
+
+def contradictions():
+    "Measurements of which every eighth is somewhere else, and a model that EP finds no fixed point for."
+    inputs = np.linspace(0, 6, 34)[:, None]
+    y = np.sin(1.5 * inputs[:, 0]) + 0.2 * np.random.default_rng(2).normal(size=34)
+    y[::8] += 4.0
+    return inputs, y, gpt.GP(gpt.RBF(0.6), gpt.StudentT(0.03, df=3.0))
+
+
+def test_a_smaller_power_has_a_fixed_point_where_one_has_none():
+    inputs, y, gp = contradictions()
+    with pytest.warns(UserWarning, match=r"no fixed point in 100 rounds: \d+ of 34 observations"):
+        lost = gpt.PowerEP(gp, None, 1.0, rounds=100).fixed_point(inputs, y)
+    assert 0 < lost.left <= 34 and np.isfinite(lost.mean).all() and (np.asarray(lost.var) > 0).all()
+    with pytest.raises(eqx.EquinoxRuntimeError, match="smaller power"):
+        gpt.PowerEP(gp, None, 1.0, rounds=100).objective(inputs, y)
+    found = gpt.PowerEP(gp, None, 0.3, rounds=400, rate=0.5).fixed_point(inputs, y)
+    assert found.left == 0 and found.misfit <= 1e-6 and np.asarray(found.sites.precision).min() < 0
+
+
+# what users can get wrong
+
+
+@pytest.mark.parametrize("power", [0, 0.0, -0.5, 1.01, np.nan, "half", [0.5, 0.5], True and np.inf])
+def test_unusable_powers(power):
+    with pytest.raises(ValueError, match="power must be a number above 0 and at most 1.*VGP.*SVGP"):
+        gpt.PowerEP(gpt.GP(KERNEL, gpt.Bernoulli()), Z, power)
+
+
+def test_unusable_arguments():
+    gp, y = gpt.GP(KERNEL, gpt.Bernoulli()), TARGETS["probit"][1]
+    with pytest.raises(ValueError, match="inducing must be"):
+        gpt.PowerEP(gp, X, 0.5)
+    with pytest.raises(ValueError, match="must be a gp_thesis GP"):
+        gpt.PowerEP(KERNEL, Z)
+    approx = gpt.PowerEP(gp, Z, 0.5)
+    for call in (approx.objective, approx.posterior, approx.fixed_point, lambda X, y: start_sites(approx, X, y)):
+        with pytest.raises(ValueError, match="labels 0 or 1"):
+            call(X, noisy)
+    for rows in ([N], [-1], [], [0.5], [[1]]):
+        with pytest.raises(ValueError, match=f"rows must be numbers from 0 to {N - 1}"):
+            visit_sites(approx, start_sites(approx, X, y), X, y, rows)
+
+
+def test_settings_of_one_class():
+    gp = gpt.GP(KERNEL, gpt.Bernoulli())
+    assert isinstance(gpt.EP(gp), gpt.PowerEP) and isinstance(gpt.GFITC(gp, Z, rate=0.5), gpt.PowerEP)
+    assert gpt.EP(gp).power is None and gpt.PowerEP(gp, Z, 1).power is None
