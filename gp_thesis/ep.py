@@ -296,9 +296,9 @@ def ep_evidence(s: Settled, theta) -> Array:
 # %% ../nbs/31_expectation_propagation.ipynb #c022
 def as_power(power):
     "α as an array, None for 1; ValueError unless it is in (0, 1]."
-    if power is None or isinstance(power, AbstractUnwrappable):
+    if isinstance(power, AbstractUnwrappable):
         return power
-    number = np.ndim(power) == 0 and isinstance(power, (int, float, np.generic))
+    number = isinstance(power, (int, float, np.number)) and not isinstance(power, bool)
     if not number or not 0 < power <= 1:
         raise ValueError("power must be a number above 0 and at most 1, got "
                          f"{power!r}; the limit at 0 is VGP, or SVGP with inducing "

@@ -65,6 +65,9 @@ MODULES = {
     "trials": gpt.GP(gpt.RBF(), gpt.Binomial(None, "logit")),
     "waves": gpt.Wavelet(X, [0.5], 2.0),
     "power by block": gpt.PowerEPRegression(gpt.GP(gpt.RBF(), gpt.Gaussian()), gpt.InducingPoints(X), [0.2, 0.7], [[0, 2], [1, 3]]),
+    "any power": gpt.PowerEP(gpt.GP(gpt.RBF(), gpt.Poisson()), gpt.InducingPoints(X), 0.3, rate=0.5, sequential=True),
+    "power one, all inputs": gpt.EP(gpt.GP(gpt.RBF(), gpt.Bernoulli()), rounds=50),
+    "tied": gpt.ApproximatePowerEP(gpt.GP(gpt.RBF(), gpt.Softmax(3)), gpt.InducingPoints(X), 0.7),
     "single precision": gpt.cast(gpt.GP(gpt.Matern32([0.1, 0.3]), gpt.Beta()), jnp.float32),
 }
 
