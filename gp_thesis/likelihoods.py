@@ -235,10 +235,12 @@ def tilted_moments(
     y: Array,  # Observations that fit it
     power=1.0,  # Of the likelihood, positive
 ) -> tuple[Array, Array, Array]:  # log Z, one for each y; mean and var, as `mean`
-    "Normaliser and moments of p(y | f)^power N(f | mean, var) / Z, @eq-tilted."
+    """Normaliser and moments of p(y | f)^power N(f | mean, var) / Z, @eq-tilted.
+
+    The variance is at least √ε times `var`, where ε is the spacing of numbers at 1."""
     log_Z, slope, curvature = tilted_slopes(likelihood, mean, var, y, power)
     # @eq-tilted-mean-variance
-    return log_Z, mean + var * slope, var + var**2 * curvature
+    return log_Z, mean + var * slope, var * (1 + var * curvature)
 
 # %% ../nbs/11_likelihoods.ipynb #p005
 def log_expectation_about(
