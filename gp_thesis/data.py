@@ -656,7 +656,8 @@ CLASSIFICATION = {
     "flare": _common(1066, 9, "flare", 666, read=_flare_table),
     "diabetes": _keel(768, 8, "pima", 468),
     "australian": _keel(690, 14, "australian", 621),
-    "crabs": Table(200, 6, read=_crabs_table, positive=(1.0,), num_train=180, home=CRABS),
+    "crabs": Table(200, 6, read=_crabs_table, positive=(1.0,), num_train=180,
+                   home=CRABS),
     "ionosphere": _keel(351, 33, "ionosphere", 316),
     "sonar": _keel(208, 60, "sonar", 187),
 }
