@@ -706,6 +706,26 @@ def test_classification_from_an_archive(registry, cache, monkeypatch):
     assert [len(part.y) for part in data.benchmark_split(loaded, 0)] == [2, 1]
 
 
+CRABS = b"rownames,sp,sex,index,FL,RW,CL,CW,BD\n1,B,M,1,8.1,6.7,16.1,19,7\n2,O,F,1,7,6.5,14,16,6\n"
+
+
+def test_crabs_from_their_own_file(site, cache, own_folder, monkeypatch):
+    folder, address = site
+    (folder / "crabs.csv").write_bytes(CRABS)
+    home = f"{address}/crabs.csv", sha256(CRABS)
+    monkeypatch.setitem(data.CLASSIFICATION, "crabs", data.CLASSIFICATION["crabs"]._replace(rows=2, home=home))
+    X, y = data.classification("crabs")
+    np.testing.assert_array_equal(X, [[0, 8.1, 6.7, 16.1, 19, 7], [1, 7, 6.5, 14, 16, 6]])
+    np.testing.assert_array_equal(y, [1, 0])
+    (own_folder / "crabs.csv").write_bytes(CRABS.replace(b"8.1", b"8.2"))
+    assert data.classification("crabs").X[0, 1] == 8.2
+    (own_folder / "crabs.csv").unlink()
+    (folder / "crabs.csv").write_bytes(CRABS + b"3")
+    (cache / files_below(cache)[0]).unlink()
+    with pytest.raises(data.ChecksumError):
+        data.classification("crabs")
+
+
 def test_classification_own_folder_comes_first(registry, cache, own_folder, monkeypatch):
     binary_toy(registry, monkeypatch)
     (own_folder / "classification").mkdir()
