@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['MOST_NODES', 'InducingVariables', 'inducing_inputs', 'InducingPoints', 'inducing_factor', 'projection',
-           'check_inducing', 'InducingPosterior', 'Windows', 'weighted_distance', 'windows_with_points',
-           'windows_with_windows', 'by_quadrature', 'window_covariance', 'GaussianWindow', 'Wavelet']
+           'check_inducing', 'InducingPosterior', 'Windows', 'windows_with_points', 'windows_with_windows',
+           'by_quadrature', 'window_covariance', 'GaussianWindow', 'Wavelet']
 
 # %% ../nbs/22_inducing.ipynb #c004
 import warnings
@@ -21,10 +21,10 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from .exact import GP
+from .expectations import log_bump
 from .gaussians import standard_normal_rule
-from gp_thesis.kernels import (
-    EXACT_COLUMNS, RBF, Constant, Kernel, Sum, White, active_columns, check_ard,
-    check_inputs)
+from .kernels import (
+    RBF, Constant, Kernel, Sum, White, active_columns, check_ard, check_inputs)
 from .linalg import add_diagonal, cholesky, precise
 from .parameters import (
     Parameter, Suggesting, as_float, free, is_parameter, positive, unwrap)
@@ -176,37 +176,6 @@ class Windows(NamedTuple):
         return windows._replace(frequency=self.frequency[:, inside],
                                 log_scale=self.log_scale - decay)
 
-# %% ../nbs/22_inducing.ipynb #c031
-@jax.custom_jvp
-@precise
-def weighted_distance(
-    t: Array,  # (n, D)
-    weights: Array,  # (n, D), or (1, D) for all
-    X: Array,  # (N, D)
-) -> Array:  # (n, N)
-    """Σ_d c_rd (x_d - t_rd)² for each row r of t and x of X, @eq-weighted-distance.
-
-    From exact differences if there are few columns."""
-    if X.shape[1] > EXACT_COLUMNS:
-        return jnp.maximum(_expanded_distance(t, weights, X), 0)
-    columns = zip(weights.T[:, :, None], t.T[:, :, None], X.T)
-    return sum(c * (x - t) ** 2 for c, t, x in columns)
-
-
-@precise
-def _expanded_distance(t, weights, X):
-    "The same by one matrix product, which is fast to differentiate."
-    centre = jax.lax.stop_gradient(jnp.mean(X, 0))
-    t, X, c = t - centre, X - centre, jnp.broadcast_to(weights, t.shape)
-    mixed = jnp.hstack([c, -2 * c * t]) @ jnp.hstack([X**2, X]).T
-    return jnp.sum(c * t**2, 1)[:, None] + mixed
-
-
-@weighted_distance.defjvp
-def _weighted_distance_jvp(primals, tangents):
-    tangent = jax.jvp(_expanded_distance, primals, tangents)[1]
-    return weighted_distance(*primals), tangent
-
 # %% ../nbs/22_inducing.ipynb #c032
 @precise
 def windows_with_points(
@@ -216,11 +185,10 @@ def windows_with_points(
 ) -> Array:  # (n, N)
     "∫ g(x) exp(-½ Σ_d r_d (x_d - x'_d)²) dx for each x' of X, @eq-windows-with-points."
     t, v, w, c = windows
-    s = 1 + v * r
-    exponent = (c - 0.5 * jnp.sum(jnp.log(s), 1))[:, None]
-    exponent = exponent - 0.5 * weighted_distance(t, r / s, X)
+    exponent = c[:, None] + log_bump(t, v, X, r)
     if w is None:
         return jnp.exp(exponent)
+    s = 1 + v * r
     centre = jax.lax.stop_gradient(jnp.mean(X, 0))
     slope = jnp.broadcast_to(w * v * r / s, t.shape)
     phase = slope @ (X - centre).T - jnp.sum(slope * (t - centre), 1)[:, None]

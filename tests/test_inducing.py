@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import gp_thesis as gpt
 from gp_thesis.inducing import (GaussianWindow, InducingPoints, InducingPosterior, InducingVariables, Wavelet, Windows,
-                                inducing_factor, inducing_inputs, weighted_distance, window_covariance)
+                                inducing_factor, inducing_inputs, window_covariance)
 from gp_thesis.linalg import solve_lower
 from gp_thesis.parameters import unwrap
 from gp_thesis.variational import conditional, conditional_covariance
@@ -170,24 +170,6 @@ def test_gradients_equal_finite_differences(kernel, kind):
     step = 1e-5 * rng.normal(size=X.shape)
     along = (value(v, X + step) - value(v, X - step)) / 2
     assert np.allclose(np.sum(in_X * step), along, rtol=1e-5, atol=1e-11)
-
-
-@pytest.mark.parametrize("D", [2, 11])
-def test_weighted_distance(D):
-    t, X, c = (rng.normal(size=shape) + 3 for shape in ((4, D), (6, D), (4, D)))
-    S = rng.normal(size=(4, 6))
-    naive = lambda t, c, X: jnp.sum(c[:, None] * (X[None] - t[:, None]) ** 2, -1)
-
-    def everything(f):
-        "Values with weights of each row and of all, the gradient, and with two columns the Hessian."
-        gradient = jax.grad(lambda *a: jnp.sum(S * f(*a)), (0, 1, 2))(t, c, X)
-        hessian = jax.hessian(lambda t: jnp.sum(S * f(t, c, X) ** 2))(t) if D == 2 else ()
-        return f(t, c, X), f(t, c[:1], X), gradient, hessian
-
-    (one, all_rows, gradient, hessian), known = (jax.jit(lambda f=f: everything(f))() for f in (weighted_distance, naive))
-    assert np.allclose(one, known[0], atol=1e-12) and np.allclose(all_rows, known[1], atol=1e-12)
-    assert all(np.allclose(a, b, atol=1e-10) for a, b in zip(gradient, known[2]))
-    assert np.allclose(hessian, known[3], atol=1e-8)
 
 
 def test_windows_in_many_dimensions():
