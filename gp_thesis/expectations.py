@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['ROWS_AT_ONCE', 'observed', 'Term', 'terms_of', 'mean_of_product', 'meeting_point', 'semidefinite_root',
-           'standard_nodes', 'looked_at', 'expectation_rule', 'expected_diag', 'expected_kernel',
-           'expected_input_kernel', 'expected_product', 'weighted_distance', 'log_bump']
+           'standard_nodes', 'looked_at', 'check_gaussians', 'full_covariances', 'expectation_rule', 'expected_diag',
+           'expected_kernel', 'expected_input_kernel', 'expected_product', 'weighted_distance', 'log_bump']
 
 # %% ../nbs/15_expectations.ipynb #x004
 from functools import reduce
@@ -247,7 +247,7 @@ def _over_nodes(function, kernels, mean, cov):
     return lax.scan(add, zeros, nodes)[0]
 
 # %% ../nbs/15_expectations.ipynb #x022
-def _gaussians(mean, cov, *inputs):
+def check_gaussians(mean, cov, *inputs):
     "Means (N, D), covariances (N, D, D) and inputs (M, D) that fit; else ValueError."
     mean, cov = as_float(mean, "mean"), as_float(cov, "cov")
     if mean.ndim != 2:
@@ -262,7 +262,7 @@ def _gaussians(mean, cov, *inputs):
     return mean, cov
 
 
-def _full(cov):
+def full_covariances(cov):
     return cov if cov.ndim == 3 else cov[:, :, None] * jnp.eye(cov.shape[1])
 
 
@@ -294,12 +294,12 @@ def expected_diag(
     cov: Array,  # (N, D, D), or (N, D) for independent columns
 ) -> Array:  # (N,)
     "ψ₀ = E k(x, x), @eq-expectations. Raises ValueError if shapes do not fit."
-    kernel, (mean, cov) = unwrap(kernel), _gaussians(mean, cov)
+    kernel, (mean, cov) = unwrap(kernel), check_gaussians(mean, cov)
     terms = _closed(kernel, mean.shape[1])
     if terms is None:
-        return _over_nodes(kernel.evaluate_diag, [kernel], mean, _full(cov))
+        return _over_nodes(kernel.evaluate_diag, [kernel], mean, full_covariances(cov))
     of_row = lambda mean, cov: _row_diag(_together(terms), mean, cov)
-    return jax.vmap(of_row)(mean, _full(cov))
+    return jax.vmap(of_row)(mean, full_covariances(cov))
 
 
 @precise
@@ -310,16 +310,17 @@ def expected_kernel(
     Z: Array,  # (M, D)
 ) -> Array:  # (N, M)
     "ψ₁ = E k(x, Z), @eq-expectations. Raises ValueError if shapes do not fit."
-    kernel, (mean, cov) = unwrap(kernel), _gaussians(mean, cov, Z)
+    kernel, (mean, cov) = unwrap(kernel), check_gaussians(mean, cov, Z)
     terms = _closed(kernel, mean.shape[1])
     if terms is None:
         at_nodes = lambda X: kernel.evaluate(X, Z)
-        return _over_nodes(at_nodes, [kernel], mean, _full(cov))
+        return _over_nodes(at_nodes, [kernel], mean, full_covariances(cov))
     terms = _off_diagonal(terms)
     if cov.ndim == 2 and terms.c.size == 0:
         bumps = lambda a: a[0] * jnp.exp(log_bump(mean, cov, Z, a[1]))
         return sum(map(bumps, zip(terms.variance, terms.r)))
-    return jax.vmap(lambda *row: _row_kernel(terms, *row, Z))(mean, _full(cov))
+    of_row = lambda *row: _row_kernel(terms, *row, Z)
+    return jax.vmap(of_row)(mean, full_covariances(cov))
 
 # %% ../nbs/15_expectations.ipynb #x024
 @precise
@@ -330,8 +331,8 @@ def expected_input_kernel(
     Z: Array,  # (M, D)
 ) -> Array:  # (N, M, D)
     "E k(x, Z) x, @eq-kernel-stein. Raises ValueError if shapes do not fit."
-    kernel, (mean, cov) = unwrap(kernel), _gaussians(mean, cov, Z)
-    cov = _full(cov)
+    kernel, (mean, cov) = unwrap(kernel), check_gaussians(mean, cov, Z)
+    cov = full_covariances(cov)
     if _closed(kernel, mean.shape[1]) is None:
         at_nodes = lambda X: kernel.evaluate(X, Z)[:, :, None] * X[:, None]
         return _over_nodes(at_nodes, [kernel], mean, cov)
@@ -355,17 +356,17 @@ def expected_product(
     "Ψ₂ = E k(Z, x) k₂(x, Z2), @eq-expectations. Raises ValueError as the others."
     kernel, kernel2 = unwrap(kernel), unwrap(kernel if kernel2 is None else kernel2)
     Z2 = Z if Z2 is None else Z2
-    mean, cov = _gaussians(mean, cov, Z, Z2)
+    mean, cov = check_gaussians(mean, cov, Z, Z2)
     both = [_closed(k, mean.shape[1]) for k in (kernel, kernel2)]
     if None in both:
         outer = lambda X: (kernel.evaluate(X, Z)[:, :, None]
                            * kernel2.evaluate(X, Z2)[:, None])
-        return _over_nodes(outer, [kernel, kernel2], mean, _full(cov))
+        return _over_nodes(outer, [kernel, kernel2], mean, full_covariances(cov))
     a, b = map(_off_diagonal, both)
     if cov.ndim == 2 and a.c.size == b.c.size == 0:
         return _product_of_bumps(a, b, mean, cov, Z, Z2)
     of_row = lambda row: _row_product(a, b, *row, Z, Z2)
-    rows = mean, _full(cov)
+    rows = mean, full_covariances(cov)
     return lax.map(jax.checkpoint(of_row), rows, batch_size=ROWS_AT_ONCE)
 
 # %% ../nbs/15_expectations.ipynb #x026
