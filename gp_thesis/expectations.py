@@ -205,7 +205,8 @@ def semidefinite_root(
 
 
 def standard_nodes(
-    D: int, points: int | None = None,  # In each column; None: 20, or 10 in three
+    D: int,
+    points: int | None = None,  # In each column; None: 20, or 10 in each of three
 ) -> tuple[np.ndarray, np.ndarray, str]:
     "Nodes (Q, D) and masses (Q,) for N(0, I), and their name."
     if D > 3:

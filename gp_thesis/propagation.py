@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['ROWS', 'POINTS', 'Moments', 'columns', 'slopes', 'in_parts', 'Weights', 'weights_of', 'kernel_moments', 'is_affine',
            'affine_parts', 'with_affine_mean', 'over_nodes', 'kernels_of', 'columns_that_matter', 'by_nodes',
-           'closed_groups', 'match', 'linear', 'unscented', 'rounding', 'lost_to_rounding', 'propagation_rule',
-           'check_gaussian_inputs', 'match_moments', 'linearise', 'sigma_points', 'draws_through']
+           'closed_groups', 'match', 'linear', 'unscented', 'rounding', 'is_mixture', 'lost_to_rounding',
+           'propagation_rule', 'check_gaussian_inputs', 'match_moments', 'linearise', 'sigma_points', 'draws_through']
 
 # %% ../nbs/60_propagation.ipynb #p004
 from functools import singledispatch
@@ -28,7 +28,6 @@ from .inducing import InducingPoints, InducingPosterior
 from .kernels import (
     ConstantMean, IdentityMean, Independent, Kernel, LinearMean, Mean, Zero, in_dtype)
 from .linalg import inverse_lower
-from .mcmc import Mixture
 from .parameters import suggesting, unwrap
 from .products import CHUNK
 from .svgp import OneMean, SeparatePosterior
@@ -312,9 +311,14 @@ def rounding(
     return jnp.max(jnp.stack([of_one(group) for group in groups]))
 
 
+def is_mixture(post) -> bool:
+    "Whether it has members, as that of a chain. (Its module takes long to load.)"
+    return hasattr(post, "member")
+
+
 def _of_members(post, function):
     "The largest value of a function of all members of a mixture, or of a posterior."
-    if isinstance(post, Mixture):
+    if is_mixture(post):
         return jnp.max(lax.map(lambda draw: function(post.member(draw)), post.draws))
     return function(post)
 
@@ -334,7 +338,7 @@ def propagation_rule(
     """How `match_moments` averages: 'closed form', or a word on the nodes, which are
     taken also where rounding would drown a closed form, @eq-drowned."""
     plain, D = unwrap(post), post.num_dims
-    if isinstance(post, Mixture):
+    if is_mixture(post):
         plain = plain.member(jax.tree.map(lambda a: a[0], plain.draws))
     matter = len(columns_that_matter(plain, D))
     nodes = standard_nodes(matter, POINTS.get(matter))[2]
@@ -350,7 +354,7 @@ def propagation_rule(
 # %% ../nbs/60_propagation.ipynb #p024
 def _answer(post, way, mean, cov):
     "Moments with an axis for P functions only if the posterior has one."
-    if isinstance(post, Mixture):
+    if is_mixture(post):
         return _mixed(post, way, mean, cov)
     moments = way(post, mean, cov)
     if len(jax.eval_shape(post.latent_marginals, mean)[0].shape) == 2:
@@ -391,7 +395,7 @@ def _check_covariances(cov):
 
 def check_gaussian_inputs(post, mean, cov) -> tuple[Array, Array]:
     "As arrays in the dtype of a posterior; ValueError if they do not fit it."
-    if not isinstance(post, (GaussianPosterior, Mixture)):
+    if not isinstance(post, GaussianPosterior) and not is_mixture(post):
         raise ValueError("post must be a posterior, such as approx.posterior(X, y), "
                          f"got {type(post).__name__}")
     mean = post.check(mean, "mean")
@@ -439,7 +443,7 @@ def sigma_points(
 def _marginals_for(post, key, x):
     "Means and variances of f given x (n, S, D), (n, S, *P); of a mixture by members."
     n, S, D = x.shape
-    if not isinstance(post, Mixture):
+    if not is_mixture(post):
         each = in_parts(post.latent_marginals, x.reshape(-1, D))
         return jax.tree.map(lambda a: a.reshape(n, S, *a.shape[1:]), each)
     T = min(n, len(post))
@@ -452,7 +456,7 @@ def _marginals_for(post, key, x):
 
 
 def _draws(post, key, mean, cov, n):
-    every = len(post) if isinstance(post, Mixture) else 1
+    every = len(post) if is_mixture(post) else 1
     most = -(-n // every) * every if n > every else n  # members have equally many
     for_x, for_f, for_member = jax.random.split(key, 3)
     noise = jax.random.normal(for_x, (most, *mean.shape), mean.dtype)
@@ -475,3 +479,8 @@ def draws_through(
     mean, cov = check_gaussian_inputs(post, mean, cov)
     check_count(n, "n")
     return compiled(_draws, post, key, mean, full_covariances(cov), n)
+
+# %% ../nbs/60_propagation.ipynb #p027
+import gp_thesis
+
+gp_thesis._explain()  # for `help()`: this module is not imported with the package
