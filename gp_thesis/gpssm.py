@@ -918,7 +918,7 @@ def log_partition(natural: Natural) -> Array:
 
 # %% ../nbs/62_state_space.ipynb #s052
 def with_tilted_moments(moments, slopes) -> Natural:
-    "From those of the cavity and the slopes of log Z, @eq-tilted-moments."
+    "From those of the cavity and the slopes of log Z, @eq-moments-from-slopes."
     (m, V), (g, G) = moments, slopes
     outward = g[..., :, None] * g[..., None, :] - G - jnp.swapaxes(G, -1, -2)
     return natural_of(m + jnp.einsum("...ij,...j->...i", V, g), V - V @ outward @ V)
