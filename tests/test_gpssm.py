@@ -1,0 +1,370 @@
+"""State space models against the Kalman filter and smoother, ours and dynamax's, quadrature, natural parameters and limits.
+
+Compiling costs more than computing here: most tests share the shapes of one system, whose kernel variance makes it linear or not.
+dynamax's numbers are benchmarks/results/kalman.json, made by benchmarks/with_dynamax.py."""
+import json
+from itertools import product
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from numpy.polynomial.hermite_e import hermegauss
+from scipy import stats
+from scipy.special import gammaln, ndtr
+
+import gp_thesis as gpt
+from conftest import TOP
+from gp_thesis.gpssm import (
+    ApproximatePowerGPSSM, CollapsedGPSSM, CoupledGPSSM, CoupledStates, Draws, FactorisedStates, GPSSM, LinearEmission, MarkovStates,
+    PowerGPSSM, PriorStates, StateSpace, emitted_terms, initial_means, residuals, series, state_cavities, step_terms, with_u_drawn)
+from gp_thesis.parameters import free, lower_triangular, partition, unwrap
+from gp_thesis.propagation import linear, match, unscented
+from gp_thesis.svgp import VariationalGaussian
+
+SYSTEMS = {name: {key: value if key == "dynamax" else np.asarray(value) for key, value in p.items()}
+           for name, p in json.loads((TOP / "benchmarks" / "results" / "kalman.json").read_text())["systems"].items()}
+STILL = 1e-13  # a kernel variance that leaves the mean of the transition
+KEY = jax.random.key(0)
+rng = np.random.default_rng(5)
+usual = SYSTEMS["two states, controls"]
+T, D = len(usual["Y"]), 2
+
+
+def points(p):
+    return gpt.InducingPoints(np.random.default_rng(7).normal(size=(4, len(p["F"]) + p["B"].shape[1])))
+
+
+def model(p, variance=0.8, emission=None, kernel=None):
+    columns = len(p["F"]) + p["B"].shape[1]
+    kernel = kernel or gpt.RBF(np.full(columns, 1.3), variance)
+    mean = gpt.LinearMean(np.vstack([p["F"].T, p["B"].T]), p["b"])
+    emission = emission or LinearEmission(p["U"], p["d"], gpt.Gaussian(p["R"]))
+    return StateSpace(gpt.Process(kernel, mean), emission, p["Q"], len(p["F"]), p["m0"], p["S0"])
+
+
+def observed(p):
+    return series(np.where(p["seen"], p["Y"], np.nan))
+
+
+def kalman(p, upto=None):
+    "Log likelihood, means and covariances of x_0 to x_T given all, and cov(x_t, x_{t-1}), by plain filter and smoother."
+    F, H, Q, R = p["F"], p["U"], np.diag(p["Q"]), np.diag(p["R"])
+    m, V, total, filtered, ahead = p["m0"], np.diag(p["S0"]), 0.0, [(p["m0"], np.diag(p["S0"]))], []
+    for c, y, seen in zip(p["c"], p["Y"], p["seen"]):
+        m, V = F @ m + p["B"] @ c + p["b"], F @ V @ F.T + Q
+        ahead.append((m, V))
+        if seen.any():
+            h, S = H[seen], H[seen] @ V @ H[seen].T + R[np.ix_(seen, seen)]
+            total += stats.multivariate_normal(h @ m + p["d"][seen], S).logpdf(y[seen])
+            gain = V @ h.T @ np.linalg.inv(S)
+            m, V = m + gain @ (y[seen] - h @ m - p["d"][seen]), V - gain @ S @ gain.T
+        filtered.append((m, V))
+    smooth, back = [filtered[-1]], []
+    for (m, V), (ma, Va) in zip(filtered[-2::-1], ahead[::-1]):
+        J, (ms, Vs) = V @ F.T @ np.linalg.inv(Va), smooth[0]
+        back.insert(0, Vs @ J.T)
+        smooth.insert(0, (m + J @ (ms - ma), V + J @ (Vs - Va) @ J.T))
+    means, covs = map(np.array, zip(*smooth))
+    return total, means, covs, np.array(back)
+
+
+def states_of(mean, root, coupling=None):
+    "Factorised states, or Markov ones, with these parameters."
+    made = (FactorisedStates if coupling is None else MarkovStates)(mean)
+    made = eqx.tree_at(lambda s: s.root, made, lower_triangular(root))
+    return made if coupling is None else eqx.tree_at(lambda s: s.coupling, made, free(coupling))
+
+
+def smoothed_states(p):
+    _, m, V, back = kalman(p)
+    R = np.linalg.cholesky(V)
+    C = np.array([np.linalg.solve(R2, np.linalg.solve(R1, B.T).T) for R1, R2, B in zip(R, R[1:], back)])
+    left = np.linalg.cholesky(np.eye(R.shape[1]) - C @ C.swapaxes(1, 2))
+    return states_of(m, R, np.linalg.solve(left, C))
+
+
+def some_states(markov=True, p=usual):
+    random, shape = np.random.default_rng(11), (len(p["Y"]) + 1, len(p["F"]))
+    root = np.tril(0.2 * random.normal(size=(*shape, shape[1])), -1) + 0.4 * np.eye(shape[1])
+    coupling = 0.7 * random.normal(size=(shape[0] - 1, shape[1], shape[1]))
+    return states_of(kalman(p)[1] + 0.3 * random.normal(size=shape), root, coupling if markov else None)
+
+
+def with_q(approx, q):
+    return eqx.tree_at(lambda a: a.q, approx, VariationalGaussian(free(q.m), lower_triangular(q.S_factor)), is_leaf=lambda x: x is None)
+
+
+def some_q(M=4, P=D):
+    random = np.random.default_rng(13)
+    m, R = 0.3 * random.normal(size=(M, P)), np.tril(0.2 * random.normal(size=(P, M, M)), -1) + 0.6 * np.eye(M)
+    return VariationalGaussian(m, R) if P > 1 else VariationalGaussian(m[:, 0], R[0])
+
+
+def learned(kind=GPSSM, markov=True, p=usual, **settings):
+    "An approximation of the system as an unknown one, q(u) and q(x) anywhere."
+    approx = kind(model(p), points(p), some_states(markov, p), controls=p["c"], **settings)
+    return approx if approx.q is None else with_q(approx, some_q(P=len(p["F"])))
+
+
+def nodes(D, points=40):
+    "Nodes (Q, D) and masses (Q,) for N(0, I)."
+    x, w = hermegauss(points)
+    return np.array(list(product(x, repeat=D))), np.array([np.prod(c) for c in product(w / w.sum(), repeat=D)])
+
+
+def rbf(kernel, a, b):
+    return kernel.variance * np.exp(-0.5 * np.sum(((a[:, None] - b) / kernel.lengthscale) ** 2, axis=2))
+
+
+def conditional(kernels, Z, q, X):
+    "Means and variances of functions at X under q, less the prior mean, by NumPy; K_uu is lifted as the package says."
+    means, variances = [], []
+    for kernel, m, R in zip(kernels, q.m.reshape(len(Z), -1).T, q.S_factor.reshape(-1, len(Z), len(Z))):
+        K = rbf(kernel, Z, Z)
+        L = np.linalg.cholesky(K + np.diag(np.diag(K)) * (1e-8 + len(Z) * np.finfo(float).eps))
+        A = np.linalg.solve(L, rbf(kernel, Z, X))
+        means.append(A.T @ m)
+        variances.append(kernel.variance - np.sum(A**2, axis=0) + np.sum((R.T @ A) ** 2, axis=0))
+    return np.array(means).T, np.array(variances).T
+
+
+def pairs_by_hand(states, t):
+    "Of x_{t-1} = m + R e and x_t = m2 + G e + H h: m, R, m2, G, H Hᵀ."
+    (m, m2), (R, R2) = states.mean[t - 1:t + 1], states.root[t - 1:t + 1]
+    A = getattr(states, "coupling", np.zeros((t, *R.shape)))[t - 1]
+    L = np.linalg.cholesky(np.eye(len(m)) + A @ A.T)
+    H = R2 @ np.linalg.inv(L)
+    return m, R, m2, H @ A, H @ H.T
+
+
+def residual_at_nodes(approx, states, q, t):
+    "Given nodes of x_{t-1}, mean (Q, D) and variances (Q, D, D) of x_t - f(x_{t-1}), and their masses, by NumPy."
+    (m, R, m2, G, HH), (e, w) = pairs_by_hand(states, t), nodes(len(states.mean[0]))
+    X = np.hstack([m + e @ R.T, np.tile(approx.controls[t - 1], (len(e), 1))])
+    kernel, mean = approx.model.transition.kernel, approx.model.transition.mean
+    kernels = getattr(kernel, "kernels", [kernel] * len(m))
+    f, v = conditional(kernels, approx.inducing.Z, q, X)
+    return m2 + e @ G.T - f - X @ mean.weights - mean.bias, HH + v[:, :, None] * np.eye(len(m)), w
+
+
+def gaussian_moments(approx, states, q, t):
+    e, S, w = residual_at_nodes(approx, states, q, t)
+    mean = w @ e
+    return mean, np.einsum("q,qd,qe->de", w, e, e) - np.outer(mean, mean) + np.tensordot(w, S, 1)
+
+
+def entropy_by_hand(states):
+    "From the covariance of x_0 to x_T together, which the regressions of each on the last make."
+    D = states.mean.shape[1]
+    rows = [np.hstack([states.root[0], np.zeros((D, (len(states.mean) - 1) * D))])]
+    for t in range(1, len(states.mean)):
+        _, R, _, G, HH = pairs_by_hand(states, t)
+        row = G @ np.linalg.solve(R, rows[-1])
+        row[:, t * D:(t + 1) * D] = np.linalg.cholesky(HH)
+        rows.append(row)
+    root = np.vstack(rows)
+    joint = root @ root.T
+    return 0.5 * np.linalg.slogdet(2 * np.pi * np.e * joint)[1], joint
+
+
+def start_by_hand(model, states):
+    V = np.diag(states.root[0] @ states.root[0].T)
+    return np.sum(stats.norm(model.initial_mean, np.sqrt(model.initial_variance)).logpdf(states.mean[0]) - 0.5 * V / model.initial_variance)
+
+
+def step_by_hand(approx, states, q, t):
+    (e, S, w), noise = residual_at_nodes(approx, states, q, t), approx.model.noise
+    square = e**2 + np.diagonal(S, axis1=1, axis2=2)
+    return -0.5 * np.sum(np.log(2 * np.pi * noise) + w @ square / noise)
+
+
+def emitted_by_hand(approx, states, Y, t):
+    U, R = approx.model.emission.weights, np.broadcast_to(approx.model.emission.likelihood.variance, Y.shape[1:])
+    mean, V, y = U @ states.mean[t] + approx.model.emission.bias, U @ states.root[t] @ states.root[t].T @ U.T, Y[t - 1]
+    seen = ~np.isnan(y)
+    return np.sum((stats.norm(mean, np.sqrt(R)).logpdf(y) - 0.5 * np.diag(V) / R)[seen])
+
+
+# 1. Linear systems
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_a_linear_system_is_solved_exactly(name):
+    p, (log_likelihood, m, V, _) = SYSTEMS[name], kalman(SYSTEMS[name])
+    for kind in (GPSSM, CollapsedGPSSM):
+        approx = kind(model(p, STILL), points(p), smoothed_states(p), controls=p["c"])
+        assert np.isclose(approx.objective(*observed(p)), log_likelihood, rtol=0, atol=1e-9)
+    post = approx.posterior()
+    assert np.allclose(post.mean, m, atol=1e-9) and np.allclose(post.cov, V, atol=1e-9)
+    assert np.allclose(post.predict_y(np.arange(1, T + 1))[0], m[1:] @ p["U"].T + p["d"])
+    theirs = p["dynamax"]  # which adds 1e-9 to what it factorises
+    assert np.isclose(log_likelihood, theirs["log_likelihood"], rtol=0, atol=1e-7)
+    assert np.allclose(m, theirs["mean"], atol=1e-7) and np.allclose(V, theirs["cov"], atol=1e-7)
+
+
+def moved(tree, size, where=lambda tree: tree, seed=3):
+    "The same with what is free in a part of it moved along a random direction."
+    moving, rest = partition(where(tree))
+    random = np.random.default_rng(seed)
+    part = jax.tree.map(lambda a: a + size * random.normal(size=a.shape), moving)
+    return eqx.tree_at(where, tree, eqx.combine(part, rest))
+
+
+def test_the_smoother_is_the_best_of_markov_states():
+    p, data = usual, series(usual["Y"])
+    approx, best = GPSSM(model(p, STILL), points(p), smoothed_states(p), controls=p["c"]), kalman(p)[0]
+    for seed in range(5):
+        up, down = (moved(approx, size, lambda a: a.states, seed).objective(*data) for size in (1e-4, -1e-4))
+        assert abs(up - down) / 2e-4 < 1e-3 and -1e-2 < min(up - best, down - best) < max(up - best, down - best) < -1e-7
+    assert moved(approx, 1.0, lambda a: a.states).objective(*data) < best - 1
+
+
+@pytest.mark.parametrize("through", [linear, unscented])
+def test_other_expectations_are_the_same_in_a_linear_system(through):
+    p = SYSTEMS["one state"]
+    approx = GPSSM(model(p, STILL), points(p), smoothed_states(p), through=through)
+    assert np.isclose(approx.objective(*observed(p)), kalman(p)[0], rtol=0, atol=1e-9)
+
+
+# 2. The bound, by quadrature
+
+@pytest.mark.parametrize("name, markov, separate", [("two states, controls", True, False), ("one state", False, False),
+                                                    ("two states, gaps", True, True)])
+def test_the_bound_by_quadrature(name, markov, separate):
+    p = SYSTEMS[name]
+    approx = learned(markov=markov, p=p)
+    if separate:
+        kernel = gpt.Independent([gpt.RBF(1.3, 0.8), gpt.RBF(np.array([0.9, 1.4]), 1.2)])
+        approx = eqx.tree_at(lambda a: a.model.transition, approx, gpt.Process(kernel, approx.model.transition.mean))
+    times, Y = observed(p)
+    plain = jax.tree.map(np.asarray, unwrap(approx))
+    states, q = plain.states, plain.q
+    kl = 0.5 * (np.sum(q.m**2) + np.sum(q.S_factor**2) - q.m.size) - np.sum(np.log(np.diagonal(q.S_factor, axis1=-2, axis2=-1)))
+    each = [step_by_hand(plain, states, q, t) + emitted_by_hand(plain, states, Y, t) for t in times]
+    by_hand = sum(each) + entropy_by_hand(states)[0] + start_by_hand(plain.model, states) - kl
+    assert np.isclose(approx.objective(times, Y), by_hand, rtol=1e-9)
+
+
+def test_pairs_and_entropy_of_markov_states_are_those_of_one_gaussian():
+    states = some_states()
+    by_hand, joint = entropy_by_hand(jax.tree.map(np.asarray, unwrap(states)))
+    entropy, pairs = eqx.filter_jit(lambda s: (s.entropy(), s.pairs(jnp.arange(1, T + 1))))(unwrap(states))
+    assert np.isclose(entropy, by_hand, rtol=1e-12)
+    blocks = joint.reshape(T + 1, D, T + 1, D)
+    R = unwrap(states).root
+    for t in range(1, T + 1):
+        assert np.allclose(blocks[t, :, t], R[t] @ R[t].T) and np.allclose(blocks[t, :, t - 1], pairs.link[t - 1] @ pairs.root[t - 1].T)
+        assert np.allclose(pairs.link[t - 1] @ pairs.link[t - 1].T + pairs.rest[t - 1] @ pairs.rest[t - 1].T, blocks[t, :, t])
+
+
+# 3. Collapsed
+
+def uncollapsed(collapsed, q=None):
+    q = eqx.filter_jit(lambda a: a.best_q())(unwrap(collapsed)) if q is None else q
+    return with_q(GPSSM(collapsed.model, collapsed.inducing, collapsed.states, controls=collapsed.controls.tree), q)
+
+
+def test_collapsed_is_the_best_of_all_q_and_touches_its_bound():
+    data, collapsed = series(usual["Y"]), learned(CollapsedGPSSM)
+    value, at_best = collapsed.objective(*data), uncollapsed(collapsed)
+    assert np.isclose(value, at_best.objective(*data), rtol=1e-9)
+    for seed in range(4):  # the same slopes in all parameters: what is between them is of second order
+        each = [value - moved(at_best, size, lambda a: a.q, seed).objective(*data) for size in (0.01, 0.1)]
+        assert 0 < each[0] and 30 < each[1] / each[0] < 300
+        gaps = []
+        for size in (1e-3, 4e-3):
+            there = moved(collapsed, size, lambda a: (a.model, a.inducing, a.states), seed)
+            gaps.append(there.objective(*data) - uncollapsed(there, unwrap(at_best.q)).objective(*data))
+        assert 0 < gaps[0] and 12 < gaps[1] / gaps[0] < 20
+
+
+def test_collapsed_with_a_kernel_for_each_state():
+    p = SYSTEMS["two states, gaps"]
+    kernel = gpt.Independent([gpt.RBF(1.3, 0.8), gpt.RBF(np.array([0.9, 1.4]), 1.2)])
+    collapsed = CollapsedGPSSM(model(p, kernel=kernel), points(p), some_states(True, p))
+    assert np.isclose(collapsed.objective(*observed(p)), uncollapsed(collapsed).objective(*observed(p)), rtol=1e-9)
+
+
+# 4. Tied powers
+
+def log_integral(precision, shift):
+    "log ∫ exp(shiftᵀ x - ½ xᵀ precision x)."
+    return 0.5 * (shift @ np.linalg.solve(precision, shift) - np.linalg.slogdet(precision / (2 * np.pi))[1])
+
+
+def natural(m, R):
+    precision = np.linalg.inv(R @ R.T)
+    return precision, precision @ m
+
+
+def log_tilted(mean, cov, noise, power):
+    "log E N(e | 0, diag noise)^power, (3.55)."
+    scale = 0.5 * (np.sum(np.log(2 * np.pi * noise / power)) - power * np.sum(np.log(2 * np.pi * noise)))
+    return scale + stats.multivariate_normal(mean, cov + np.diag(noise / power)).logpdf(np.zeros(len(noise)))
+
+
+def energy_by_hand(approx, Y, power):
+    "(3.79) with T equal factors of u, and equal factors of each state, from natural parameters: log integrals of q, p and cavities."
+    plain = jax.tree.map(np.asarray, unwrap(approx))
+    q, states, model, T = plain.q, plain.states, plain.model, len(Y)
+    energy, M, D = 0.0, len(q.m), states.mean.shape[1]
+    rest, cavities = ([], []), ([], [])
+
+    def without(all_of_it, prior, factors, moments):
+        nonlocal energy
+        (P, h), (P0, h0) = all_of_it, prior
+        cavity = P - power / factors * (P - P0), h - power / factors * (h - h0)
+        energy += log_integral(P, h) + factors / power * (log_integral(*cavity) - log_integral(P, h))
+        moments[0].append(np.linalg.solve(*cavity))
+        moments[1].append(np.linalg.cholesky(np.linalg.inv(cavity[0])))
+
+    for m, R in zip(q.m.reshape(M, -1).T, q.S_factor.reshape(-1, M, M)):
+        prior = np.eye(M), np.zeros(M)
+        without(natural(m, R), prior, T, rest)
+        energy -= log_integral(*prior)
+    for t, (m, R) in enumerate(zip(states.mean, states.root)):
+        start = natural(model.initial_mean, np.diag(np.sqrt(model.initial_variance)))
+        nothing = np.zeros((D, D)), np.zeros(D)
+        without(natural(m, R), nothing if t else start, 1 if t == 0 else 2 if t == T else 3, cavities)
+    energy -= log_integral(*start)
+    q = VariationalGaussian(np.array(rest[0]).T, np.array(rest[1]))
+    states = eqx.tree_at(lambda s: (s.mean, s.root), states, tuple(map(np.array, cavities)))
+    for t, y in enumerate(Y, 1):
+        seen, U = ~np.isnan(y), model.emission.weights
+        mean, V = U @ states.mean[t] + model.emission.bias - y, U @ states.root[t] @ states.root[t].T @ U.T
+        energy += log_tilted(*gaussian_moments(plain, states, q, t), model.noise, power) / power
+        if seen.any():
+            energy += log_tilted(mean[seen], V[np.ix_(seen, seen)], np.broadcast_to(model.emission.likelihood.variance, y.shape)[seen], power) / power
+    return energy
+
+
+@pytest.mark.parametrize("name, power", [("two states, controls", 0.3), ("two states, controls", 0.9), ("two states, gaps", 1.0)])
+def test_the_energy_of_tied_factors_in_natural_parameters(name, power):
+    p = SYSTEMS[name]
+    times, Y = observed(p)
+    approx = learned(ApproximatePowerGPSSM, markov=False, p=p, power=power)
+    assert np.isclose(approx.objective(times, Y), energy_by_hand(approx, Y, power), rtol=1e-9)
+
+
+def test_tied_powers_towards_zero_are_the_bound():
+    data, at = series(usual["Y"]), []
+    bound = learned(markov=False).objective(*data)
+    assert np.isclose(learned(ApproximatePowerGPSSM, markov=False, power=1e-4).objective(*data), bound, rtol=1e-3)
+    for power in 0.004 * 0.5 ** np.arange(5):
+        at.append(learned(ApproximatePowerGPSSM, markov=False, power=power).objective(*data))
+    for order in range(1, len(at)):
+        at = [b + (b - a) / (2**order - 1) for a, b in zip(at, at[1:])]
+    assert np.isclose(at[0], bound, rtol=0, atol=1e-6)
+
+
+def test_cavities_of_states_have_the_share_of_a_factor_less():
+    whole, states = unwrap(model(usual)), unwrap(some_states(False))
+    rest, _ = eqx.filter_jit(state_cavities)(whole, states, 0.6)
+    for t in range(T + 1):
+        P, h = natural(np.asarray(states.mean[t]), np.asarray(states.root[t]))
+        P0, h0 = (np.diag(1 / usual["S0"]), usual["m0"] / usual["S0"]) if t == 0 else (0, 0)
+        share = 0.6 / (1 if t == 0 else 2 if t == T else 3)
+        cavity = P - share * (P - P0), h - share * (h - h0)
+        assert np.allclose(rest.root[t] @ rest.root[t].T @ cavity[0], np.eye(D)) and np.allclose(cavity[0] @ rest.mean[t], cavity[1])
+        assert np.allclose(np.triu(rest.root[t], 1), 0)
