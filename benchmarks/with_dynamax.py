@@ -45,7 +45,7 @@ def answer(p):
     params = make_lgssm_params(
         jnp.array(p["m0"]), jnp.diag(p["S0"]), jnp.array(p["F"]), jnp.diag(p["Q"]), jnp.array(weights), jnp.diag(p["R"]),
         dynamics_bias=jnp.array(p["b"]), dynamics_input_weights=jnp.array(p["B"]))
-    inputs = np.vstack([p["c"], np.zeros_like(p["c"][:1])])  # the first leads from x_0 to x_1
+    inputs = np.vstack([np.zeros_like(p["c"][:1]), p["c"]])  # each leads to the state with its number
     found = lgssm_smoother(params, jnp.array(y), jnp.array(inputs))
     made_up = -0.5 * np.sum(np.where(seen, 0, np.log(2 * np.pi * p["R"])))
     return dict(log_likelihood=float(found.marginal_loglik) - made_up, mean=np.asarray(found.smoothed_means),
@@ -53,8 +53,8 @@ def answer(p):
 
 
 def main():
-    systems = {"one state": system(0, 7, 1, 1, 0, 0.0), "two states, controls": system(1, 7, 2, 2, 1, 0.0),
-               "two states, gaps": system(2, 7, 2, 3, 0, 0.3)}
+    systems = {"one state": system(0, 7, 1, 1, 0, 0.0), "two states, controls": system(1, 7, 2, 3, 1, 0.0),
+               "two states, gaps": system(2, 7, 2, 3, 1, 0.3)}
     for p in systems.values():
         p["dynamax"] = answer(p)
         print(p["dynamax"]["log_likelihood"])

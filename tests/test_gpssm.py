@@ -235,7 +235,7 @@ def test_the_bound_by_quadrature(name, markov, separate):
     p = SYSTEMS[name]
     approx = learned(markov=markov, p=p)
     if separate:
-        kernel = gpt.Independent([gpt.RBF(1.3, 0.8), gpt.RBF(np.array([0.9, 1.4]), 1.2)])
+        kernel = gpt.Independent([gpt.RBF(1.3, 0.8), gpt.RBF(np.array([0.9, 1.4, 2.0]), 1.2)])
         approx = eqx.tree_at(lambda a: a.model.transition, approx, gpt.Process(kernel, approx.model.transition.mean))
     times, Y = observed(p)
     plain = jax.tree.map(np.asarray, unwrap(approx))
@@ -281,8 +281,8 @@ def test_collapsed_is_the_best_of_all_q_and_touches_its_bound():
 
 def test_collapsed_with_a_kernel_for_each_state():
     p = SYSTEMS["two states, gaps"]
-    kernel = gpt.Independent([gpt.RBF(1.3, 0.8), gpt.RBF(np.array([0.9, 1.4]), 1.2)])
-    collapsed = CollapsedGPSSM(model(p, kernel=kernel), points(p), some_states(True, p))
+    kernel = gpt.Independent([gpt.RBF(1.3, 0.8), gpt.RBF(np.array([0.9, 1.4, 2.0]), 1.2)])
+    collapsed = CollapsedGPSSM(model(p, kernel=kernel), points(p), some_states(True, p), controls=p["c"])
     assert np.isclose(collapsed.objective(*observed(p)), uncollapsed(collapsed).objective(*observed(p)), rtol=1e-9)
 
 
@@ -368,3 +368,264 @@ def test_cavities_of_states_have_the_share_of_a_factor_less():
         cavity = P - share * (P - P0), h - share * (h - h0)
         assert np.allclose(rest.root[t] @ rest.root[t].T @ cavity[0], np.eye(D)) and np.allclose(cavity[0] @ rest.mean[t], cavity[1])
         assert np.allclose(np.triu(rest.root[t], 1), 0)
+
+
+# 5. Power EP
+
+def settled(approx, Y, states, rounds, damping=1.0):
+    sites = eqx.filter_jit(lambda approx, Y, states: approx.start(Y, states))(approx, jnp.asarray(Y), states)
+    return approx.rounds(Y, sites, rounds, damping)
+
+
+def slope_in_sites(approx, Y, sites, seed):
+    random = np.random.default_rng(seed)
+    step = jax.tree.map(lambda a: random.normal(size=a.shape), sites)
+    step = jax.tree.map(lambda a: a + np.swapaxes(a, -1, -2) if a.shape[-1:] == a.shape[-2:-1] else a, step)
+    up, down = (approx.energy(Y, jax.tree.map(lambda a, b: a + size * b, sites, step)) for size in (1e-5, -1e-5))
+    return (up - down) / 2e-5
+
+
+def test_power_ep_is_exact_in_a_linear_system_and_stationary_in_another():
+    p, Y, (log_likelihood, m, V, _) = usual, usual["Y"], kalman(usual)
+    near = states_of(m, np.linalg.cholesky(V))
+    linear_system = PowerGPSSM(model(p, STILL), points(p), T, 1.0, p["c"])
+    sites = settled(linear_system, Y, some_states(False), 40)
+    assert np.isclose(linear_system.energy(Y, sites), log_likelihood, rtol=0, atol=1e-9)
+    post = linear_system.posterior(Y, sites)
+    assert np.allclose(post.mean, m, atol=1e-9) and np.allclose(post.cov, V, atol=1e-9)
+    unknown = PowerGPSSM(model(p), points(p), T, 1.0, p["c"])
+    sites = settled(unknown, Y, near, 40)
+    slopes = [slope_in_sites(unknown, Y, sites, seed) for seed in range(4)]
+    before = [slope_in_sites(unknown, Y, settled(unknown, Y, near, 0), seed) for seed in range(4)]
+    assert np.max(np.abs(slopes)) < 1e-5 < 1e-2 < np.max(np.abs(before))
+
+
+def test_power_ep_towards_zero_is_the_best_factorised_bound():
+    p, power = SYSTEMS["one state"], 1e-3
+    _, m, V, _ = kalman(p)
+    approx = PowerGPSSM(model(p), points(p), T, power)
+    sites = settled(approx, p["Y"], states_of(m, np.linalg.cholesky(V)), 60)
+    post = approx.posterior(p["Y"], sites)
+    q = VariationalGaussian(np.asarray(post.transition.m), np.asarray(post.transition.S_factor))
+    bound = with_q(GPSSM(model(p), points(p), states_of(np.asarray(post.mean), np.linalg.cholesky(post.cov))), q)
+    value = bound.objective(*series(p["Y"]))
+    assert np.isclose(approx.energy(p["Y"], sites), value, rtol=0, atol=5 * power)
+    for seed in range(4):  # no way up from there
+        up, down = (moved(bound, size, lambda a: (a.states, a.q), seed).objective(*series(p["Y"])) for size in (1e-2, -1e-2))
+        assert max(up, down) < value and abs(up - down) < 0.1 * (2 * value - up - down)
+
+
+# 6. Draws
+
+def test_draws_agree_with_moment_matching_in_the_bound():
+    exact = learned().objective(*series(usual["Y"]))
+    by_draws = [learned(through=Draws(500)).objective(*series(usual["Y"]), key=key) for key in jax.random.split(KEY, 20)]
+    error = np.std(by_draws) / 20**0.5
+    assert abs(np.mean(by_draws) - exact) < 4 * error and error < 0.05
+
+
+@eqx.filter_jit
+def terms_at_known_states(approx, times, Y):
+    f, g = approx.processes()
+    states = eqx.tree_at(lambda s: s.root, approx.states, 1e-9 * approx.states.root)
+    ways = [(through, power) for through in (match, linear, Draws(2)) for power in (0.5, None)]
+    step = lambda way: step_terms(f, approx.model.noise, states.pairs(times), approx.controls[times - 1], *way, KEY)
+    emitted = lambda way: emitted_terms(approx.model.emission, g, *states.marginals(times), Y, *way, KEY)
+    return list(map(step, ways)), list(map(emitted, ways))
+
+
+def test_ways_to_take_expectations_agree_at_known_states():
+    for terms in terms_at_known_states(unwrap(with_emission(gpt.Gaussian(0.3), 1)), *map(jnp.asarray, series(SYSTEMS["one state"]["Y"]))):
+        assert all(np.allclose(terms[n], terms[n % 2], atol=1e-6) for n in range(6)) and not np.allclose(terms[0], terms[1], atol=1e-3)
+
+
+# 7. States that depend on the function
+
+def exact_conditionals(p):
+    "x_t given x_{t-1} and all of y, as N(A f(x_{t-1}) + b, R Rᵀ)."
+    _, m, V, back = kalman(p)
+    B = back @ np.linalg.inv(V[:-1])
+    gain = B @ np.linalg.inv(p["F"])
+    offset = m[1:] - np.einsum("tij,tj->ti", B, m[:-1]) - np.einsum("tij,tj->ti", gain, p["c"] @ p["B"].T + p["b"])
+    spread = np.linalg.cholesky(V[1:] - B @ back.swapaxes(1, 2))
+    made = CoupledStates(m)
+    return eqx.tree_at(lambda s: (s.mean, s.root, s.gain, s.offset, s.spread), made, (
+        free(m[0]), lower_triangular(np.linalg.cholesky(V[0])), free(gain), free(offset), lower_triangular(spread)))
+
+
+def test_coupled_states_are_exact_in_a_linear_system():
+    p = usual
+    approx = CoupledGPSSM(model(p, STILL), points(p), exact_conditionals(p), p["c"], number=300)
+    values = [approx.objective(*series(p["Y"]), key=key) for key in jax.random.split(KEY, 20)]
+    error = np.std(values) / 20**0.5
+    assert abs(np.mean(values) - kalman(p)[0]) < 4 * error and error < 0.05
+
+
+def test_the_bound_of_coupled_states_is_unbiased():
+    "One step from x_0: all but x_0 and u is known in closed form."
+    p = {key: value[:1] if key in ("Y", "c", "seen") else value for key, value in SYSTEMS["one state"].items()}
+    made = CoupledStates(np.array([[0.4], [0.1]]), 0.7, 0.5)
+    approx = with_q(CoupledGPSSM(model(p), points(p), made, number=2), some_q(P=1))
+    plain = jax.tree.map(np.asarray, unwrap(approx))
+    s, noise, (e, w) = plain.states, p["Q"], nodes(1)
+    x = s.mean + e @ s.root.T
+    mean = plain.model.transition.mean
+    f, v = (a[:, 0] for a in conditional([plain.model.transition.kernel], plain.inducing.Z, plain.q, x))
+    f, A, b, R = f + (x @ mean.weights + mean.bias)[:, 0], s.gain[0, 0, 0], s.offset[0, 0], s.spread[0, 0, 0]
+    apart, ahead = w @ (((A - 1) * f + b) ** 2 + (A - 1) ** 2 * v), A * f + b
+    cost = 0.5 * ((R**2 + apart) / noise - 1 + np.log(noise / R**2))
+    miss = p["Y"][0] - p["d"] - p["U"][:, 0] * ahead
+    fit = w @ (stats.norm(0, np.sqrt(p["R"])).logpdf(miss) - 0.5 * p["U"][0] ** 2 * (A**2 * v + R**2) / p["R"])
+    z, r = (s.mean - p["m0"]) / np.sqrt(p["S0"]), s.root[0] / np.sqrt(p["S0"])
+    q = plain.q
+    kl = 0.5 * (z**2 + r**2 - 1) - np.log(r) + 0.5 * (np.sum(q.m**2) + np.sum(q.S_factor**2) - 4) - np.sum(np.log(np.diag(q.S_factor)))
+    values = [approx.objective(*series(p["Y"]), key=key) for key in jax.random.split(KEY, 600)]
+    error = np.std(values) / 600**0.5
+    assert abs(np.mean(values) - (fit - cost - kl).item()) < 4 * error and error < 0.1
+
+
+def test_steps_of_the_prior_cost_nothing():
+    p = usual
+    approx = CoupledGPSSM(model(p), points(p), PriorStates(p["m0"], T), p["c"])
+    x, cost = eqx.filter_jit(lambda a: a.trajectories(KEY, a.processes()[0], 3))(unwrap(approx))
+    assert x.shape == (3, T + 1, D) and abs(cost) < 1e-10
+
+
+# 8. Minibatches, and emissions that are processes
+
+@pytest.mark.parametrize("kind", [GPSSM, ApproximatePowerGPSSM])
+def test_minibatches_of_steps_are_unbiased(kind):
+    approx, (times, Y) = learned(kind, markov=False), series(usual["Y"])
+    whole, order = approx.objective(times, Y), np.random.default_rng(1).permutation(T)
+    each = [approx.objective(times[[t]], Y[[t]]) for t in range(T)]
+    assert np.isclose(np.mean(each), whole, rtol=1e-10) and np.std(each) > 1
+    assert np.isclose(approx.objective(times[order], Y[order]), whole, rtol=1e-12)
+
+
+LOG_DENSITIES = {gpt.Gaussian: lambda g, y: stats.norm(g, 0.3**0.5).logpdf(y), gpt.Poisson: lambda g, y: y * g - np.exp(g) - gammaln(y + 1),
+                 gpt.Bernoulli: lambda g, y: np.log(ndtr((2 * y - 1) * g))}
+
+
+def with_emission(likelihood, outputs, kind=GPSSM, **settings):
+    p = SYSTEMS["one state"]
+    emission = gpt.GP(gpt.RBF(0.9, 1.1), likelihood, gpt.ConstantMean(0.2))
+    approx = kind(model(p, emission=emission), points(p), some_states(False, p), emission_inducing=points(p), num_outputs=outputs, **settings)
+    approx = with_q(approx, some_q(P=1))
+    q = some_q(P=outputs)
+    return eqx.tree_at(lambda a: a.emission_q, approx, VariationalGaussian(free(q.m), lower_triangular(q.S_factor)))
+
+
+@pytest.mark.parametrize("likelihood, outputs", [(gpt.Gaussian(0.3), 1), (gpt.Poisson(), 2), (gpt.Bernoulli(), 2)])
+def test_an_emission_that_is_a_process_by_quadrature(likelihood, outputs):
+    Y = np.random.default_rng(2).integers(0, 2, (T, outputs)).astype(float)
+    Y[2, -1] = np.nan
+    approx = with_emission(likelihood, outputs)
+    plain, (e, w) = jax.tree.map(np.asarray, unwrap(approx)), nodes(1)
+    total = sum(step_by_hand(plain, plain.states, plain.q, t) for t in range(1, T + 1))
+    total += entropy_by_hand(plain.states)[0] + start_by_hand(plain.model, plain.states)
+    for q in (plain.q, plain.emission_q):
+        total -= 0.5 * (np.sum(q.m**2) + np.sum(q.S_factor**2) - q.m.size) - np.sum(np.log(np.diagonal(q.S_factor, axis1=-2, axis2=-1)))
+    for t, y in enumerate(Y, 1):
+        x = plain.states.mean[t] + e @ plain.states.root[t].T
+        m, v = conditional([plain.model.emission.kernel] * outputs, plain.emission_inducing.Z, plain.emission_q, x)
+        g = 0.2 + m[:, None] + np.sqrt(v)[:, None] * e[:, :, None].swapaxes(1, 2)  # nodes of x, nodes of g, outputs
+        seen = ~np.isnan(y)
+        total += np.sum(np.einsum("x,g,xgp->p", w, w, LOG_DENSITIES[type(likelihood)](g, y))[seen])
+    # Poisson's and Bernoulli's expectations are by moment matching of g(x) first.
+    assert np.isclose(approx.objective(*series(Y)), total, rtol=1e-9 if outputs == 1 else 0.02)
+
+
+def test_counts_through_a_process_have_the_same_limit_at_power_zero():
+    Y, at = np.random.default_rng(2).integers(0, 2, (T, 2)).astype(float), []
+    for power in 0.004 * 0.5 ** np.arange(4):
+        at.append(with_emission(gpt.Poisson(), 2, ApproximatePowerGPSSM, power=power).objective(*series(Y)))
+    for order in range(1, len(at)):
+        at = [b + (b - a) / (2**order - 1) for a, b in zip(at, at[1:])]
+    assert np.isclose(at[0], with_emission(gpt.Poisson(), 2).objective(*series(Y)), rtol=0, atol=1e-5)
+
+
+# 9. What comes next
+
+@pytest.fixture(scope="module")
+def linear_posterior():
+    p = usual
+    return GPSSM(model(p, STILL), points(p), smoothed_states(p), controls=p["c"]).posterior()
+
+
+def ahead_by_kalman(p, controls):
+    _, means, covs, _ = kalman(p)
+    m, V, found = means[-1], covs[-1], []
+    for c in controls:
+        m, V = p["F"] @ m + p["B"] @ c + p["b"], p["F"] @ V @ p["F"].T + np.diag(p["Q"])
+        found.append((m, V, p["U"] @ m + p["d"], p["U"] @ V @ p["U"].T + np.diag(p["R"])))
+    return map(np.array, zip(*found))
+
+
+def test_what_comes_next_in_a_linear_system(linear_posterior):
+    p, controls, post = usual, np.random.default_rng(4).normal(size=(3, 1)), linear_posterior
+    m, V, y, S = ahead_by_kalman(p, controls)
+    forecast = post.forecast(3, controls)
+    assert np.allclose(forecast.state_mean, m, atol=1e-9) and np.allclose(forecast.state_cov, V, atol=1e-9)
+    assert np.allclose(forecast.mean, y, atol=1e-9) and np.allclose(forecast.var, np.diagonal(S, axis1=1, axis2=2), atol=1e-9)
+    paths, n = post.draw(KEY, 3, 4000, controls), 4000
+    for drawn, mean, cov in ((paths.states, m, V), (paths.observations, y, S)):
+        sd = np.sqrt(np.diagonal(cov, axis1=1, axis2=2))
+        assert np.all(np.abs(np.mean(drawn, 0) - mean) < 4.5 * sd / n**0.5)
+        assert np.all(np.abs(np.var(drawn, 0) / sd**2 - 1) < 4.5 * (2 / n) ** 0.5)
+    Y = y + 0.3
+    expected = [stats.multivariate_normal(*pair).logpdf(now) for *pair, now in zip(y, S, Y)]
+    assert np.allclose(post.log_density(Y, controls), expected, atol=1e-9)
+    assert np.allclose(post.log_density(Y, controls, through=Draws(4000), key=KEY), expected, atol=0.15)
+
+
+def test_draws_of_u_have_the_moments_of_u():
+    post, X = unwrap(learned().posterior().transition), np.random.default_rng(6).normal(size=(5, 3))
+
+    def at(key):
+        return with_u_drawn(key, post).latent_marginals(X)
+
+    m, v = jax.jit(jax.vmap(at))(jax.random.split(KEY, 20000))
+    mean, var = post.latent_marginals(jnp.asarray(X))
+    assert np.allclose(np.mean(m, 0), mean, atol=0.03) and np.allclose(np.var(m, 0) + np.mean(v, 0), var, rtol=0.04)
+    assert np.std(v, 0).max() < 1e-12 and np.all(np.mean(v, 0) < var)
+
+
+# 10. Precision and derivatives
+
+def one_state(kind):
+    p = SYSTEMS["one state"]
+    if kind is CoupledGPSSM:
+        return with_q(CoupledGPSSM(model(p), points(p), CoupledStates(kalman(p)[1]), number=3), some_q(P=1)), dict(key=KEY)
+    return learned(kind, kind is not ApproximatePowerGPSSM, p), {}
+
+
+@pytest.mark.parametrize("kind", [GPSSM, CollapsedGPSSM, ApproximatePowerGPSSM, CoupledGPSSM])
+def test_single_precision(kind):
+    (approx, key), (times, Y) = one_state(kind), series(SYSTEMS["one state"]["Y"])
+    value = gpt.cast(approx, jnp.float32).objective(times, Y, **key)
+    assert value.dtype == jnp.float32 and np.isfinite(value)
+    if kind is not CoupledGPSSM:  # whose draws are others
+        assert np.isclose(value, approx.objective(times, Y), rtol=2e-3, atol=0.02)
+
+
+@pytest.mark.parametrize("kind", [CollapsedGPSSM, ApproximatePowerGPSSM])
+def test_derivatives_are_right(kind):
+    "In forward mode, and for the collapsed bound in reverse and to second order too."
+    (approx, key), data = one_state(kind), series(SYSTEMS["one state"]["Y"])
+    along = lambda s: moved(approx, s).objective(*data, **key)
+    if kind is CollapsedGPSSM:
+        first, second = jax.jit(lambda s: jax.jvp(jax.grad(along), (s,), (1.0,)))(0.0)
+        assert np.isclose(second, (along(1e-3) - 2 * along(0.0) + along(-1e-3)) / 1e-6, rtol=1e-3)
+    else:
+        first = jax.jit(lambda s: jax.jvp(along, (s,), (1.0,))[1])(0.0)
+    assert np.isclose(first, (along(1e-4) - along(-1e-4)) / 2e-4, rtol=1e-4)
+
+
+# 11. What cannot work
+
+def not_yet(*values, reason):
+    return pytest.param(*values, marks=pytest.mark.xfail(strict=True, reason=reason))
+
+
+def emission_process(likelihood=gpt.Gaussian(0.3), outputs=1):
+    return with_emission(likelihood, outputs)
