@@ -396,39 +396,39 @@ def test_power_ep_is_exact_in_a_linear_system_and_stationary_in_another():
     unknown = PowerGPSSM(model(p), points(p), T, 1.0, p["c"])
     sites = settled(unknown, Y, near, 40)
     slopes = [slope_in_sites(unknown, Y, sites, seed) for seed in range(4)]
-    before = [slope_in_sites(unknown, Y, settled(unknown, Y, near, 0), seed) for seed in range(4)]
-    assert np.max(np.abs(slopes)) < 1e-5 < 1e-2 < np.max(np.abs(before))
+    away = jax.tree.map(lambda a: 1.01 * a, sites)
+    assert np.max(np.abs(slopes)) < 1e-5 < 1e-2 < abs(slope_in_sites(unknown, Y, away, 0))
 
 
-def test_power_ep_towards_zero_is_the_best_factorised_bound():
-    p, power = SYSTEMS["one state"], 1e-3
-    _, m, V, _ = kalman(p)
+def test_power_ep_towards_zero_is_stationary_for_the_bound():
+    p, power = SYSTEMS["one state"] | dict(R=np.array([0.02]), Q=np.array([0.3])), 1e-3
+    data, (_, m, V, _) = series(p["Y"]), kalman(p)
     approx = PowerGPSSM(model(p), points(p), T, power)
-    sites = settled(approx, p["Y"], states_of(m, np.linalg.cholesky(V)), 60)
+    sites = settled(approx, p["Y"], states_of(m, np.linalg.cholesky(V)), 400, 0.5)
     post = approx.posterior(p["Y"], sites)
     q = VariationalGaussian(np.asarray(post.transition.m), np.asarray(post.transition.S_factor))
     bound = with_q(GPSSM(model(p), points(p), states_of(np.asarray(post.mean), np.linalg.cholesky(post.cov))), q)
-    value = bound.objective(*series(p["Y"]))
-    assert np.isclose(approx.energy(p["Y"], sites), value, rtol=0, atol=5 * power)
-    for seed in range(4):  # no way up from there
-        up, down = (moved(bound, size, lambda a: (a.states, a.q), seed).objective(*series(p["Y"])) for size in (1e-2, -1e-2))
-        assert max(up, down) < value and abs(up - down) < 0.1 * (2 * value - up - down)
+    assert np.isclose(approx.energy(p["Y"], sites), bound.objective(*data), rtol=0, atol=40 * power)
+    for part, seed in product((lambda a: a.states, lambda a: a.q), range(3)):
+        up, down = (moved(bound, size, part, seed).objective(*data) for size in (1e-4, -1e-4))
+        assert abs(up - down) / 2e-4 < 40 * power
+        assert moved(bound, 0.1, part, seed).objective(*data) < bound.objective(*data) - 0.05
 
 
 # 6. Draws
 
 def test_draws_agree_with_moment_matching_in_the_bound():
     exact = learned().objective(*series(usual["Y"]))
-    by_draws = [learned(through=Draws(500)).objective(*series(usual["Y"]), key=key) for key in jax.random.split(KEY, 20)]
+    by_draws = [learned(through=Draws(2000)).objective(*series(usual["Y"]), key=key) for key in jax.random.split(KEY, 20)]
     error = np.std(by_draws) / 20**0.5
-    assert abs(np.mean(by_draws) - exact) < 4 * error and error < 0.05
+    assert abs(np.mean(by_draws) - exact) < 4 * error and error < 0.1
 
 
 @eqx.filter_jit
 def terms_at_known_states(approx, times, Y):
     f, g = approx.processes()
     states = eqx.tree_at(lambda s: s.root, approx.states, 1e-9 * approx.states.root)
-    ways = [(through, power) for through in (match, linear, Draws(2)) for power in (0.5, None)]
+    ways = [(through, 0.5) for through in (match, linear, Draws(2))]
     step = lambda way: step_terms(f, approx.model.noise, states.pairs(times), approx.controls[times - 1], *way, KEY)
     emitted = lambda way: emitted_terms(approx.model.emission, g, *states.marginals(times), Y, *way, KEY)
     return list(map(step, ways)), list(map(emitted, ways))
@@ -436,7 +436,7 @@ def terms_at_known_states(approx, times, Y):
 
 def test_ways_to_take_expectations_agree_at_known_states():
     for terms in terms_at_known_states(unwrap(with_emission(gpt.Gaussian(0.3), 1)), *map(jnp.asarray, series(SYSTEMS["one state"]["Y"]))):
-        assert all(np.allclose(terms[n], terms[n % 2], atol=1e-6) for n in range(6)) and not np.allclose(terms[0], terms[1], atol=1e-3)
+        assert all(np.allclose(each, terms[0], atol=1e-6) for each in terms)
 
 
 # 7. States that depend on the function
@@ -528,7 +528,7 @@ def test_an_emission_that_is_a_process_by_quadrature(likelihood, outputs):
     for t, y in enumerate(Y, 1):
         x = plain.states.mean[t] + e @ plain.states.root[t].T
         m, v = conditional([plain.model.emission.kernel] * outputs, plain.emission_inducing.Z, plain.emission_q, x)
-        g = 0.2 + m[:, None] + np.sqrt(v)[:, None] * e[:, :, None].swapaxes(1, 2)  # nodes of x, nodes of g, outputs
+        g = 0.2 + m[:, None] + np.sqrt(v)[:, None] * e  # nodes of x, nodes of g, outputs
         seen = ~np.isnan(y)
         total += np.sum(np.einsum("x,g,xgp->p", w, w, LOG_DENSITIES[type(likelihood)](g, y))[seen])
     # Poisson's and Bernoulli's expectations are by moment matching of g(x) first.
@@ -599,13 +599,24 @@ def one_state(kind):
     return learned(kind, kind is not ApproximatePowerGPSSM, p), {}
 
 
-@pytest.mark.parametrize("kind", [GPSSM, CollapsedGPSSM, ApproximatePowerGPSSM, CoupledGPSSM])
+KINDS = [GPSSM, CollapsedGPSSM, ApproximatePowerGPSSM, CoupledGPSSM]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_single_precision(kind):
     (approx, key), (times, Y) = one_state(kind), series(SYSTEMS["one state"]["Y"])
     value = gpt.cast(approx, jnp.float32).objective(times, Y, **key)
-    assert value.dtype == jnp.float32 and np.isfinite(value)
+    assert np.isfinite(value)
     if kind is not CoupledGPSSM:  # whose draws are others
-        assert np.isclose(value, approx.objective(times, Y), rtol=2e-3, atol=0.02)
+        assert np.isclose(value, approx.objective(times, Y), rtol=5e-3, atol=0.02)  # K_uu is lifted by more
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.xfail(strict=True, reason="eye and zeros without a dtype, here and in propagation, promote to double precision")
+def test_single_precision_stays_single(kind):
+    (approx, key), (times, Y) = one_state(kind), series(SYSTEMS["one state"]["Y"])
+    approx = gpt.cast(approx, jnp.float32)
+    assert jax.eval_shape(lambda Y: approx.objective(times, Y, **key), jnp.asarray(Y, jnp.float32)).dtype == jnp.float32
 
 
 @pytest.mark.parametrize("kind", [CollapsedGPSSM, ApproximatePowerGPSSM])
@@ -627,5 +638,230 @@ def not_yet(*values, reason):
     return pytest.param(*values, marks=pytest.mark.xfail(strict=True, reason=reason))
 
 
-def emission_process(likelihood=gpt.Gaussian(0.3), outputs=1):
-    return with_emission(likelihood, outputs)
+NOTHING = "what is there fails later, if at all, in words that do not name the argument"
+times, Y = series(usual["Y"])
+
+
+def known(**settings):
+    "A GPSSM of the usual system whose parts are replaced."
+    parts = dict(model=model(usual), inducing=points(usual), states=some_states(), controls=usual["c"]) | settings
+    return GPSSM(**parts)
+
+
+def emitted(emission_inducing, **settings):
+    whole = model(usual, emission=gpt.GP(gpt.RBF(), gpt.Gaussian(0.3)))
+    return known(model=whole, emission_inducing=emission_inducing, **settings)
+
+
+on_states = gpt.InducingPoints(np.ones((3, D)) * np.arange(3)[:, None])
+counts = LinearEmission(usual["U"], 0.0, gpt.Poisson())
+
+
+def linear_mean(rows, columns):
+    return eqx.tree_at(lambda m: m.transition, model(usual), gpt.Process(gpt.RBF(), gpt.LinearMean(np.ones((rows, columns)))))
+
+
+@pytest.mark.parametrize("make, message", [
+    (lambda: known(model=gpt.GP(gpt.RBF(), gpt.Gaussian())), "model must be a StateSpace, got GP"),
+    (lambda: known(inducing=np.ones((3, 3))), "inducing must be inducing variables"),
+    (lambda: known(inducing=gpt.InducingPoints(np.ones((3, 1)))), "on 2 states and the controls"),
+    (lambda: known(states=MarkovStates(np.ones((T + 1, 3)))), "states must have 2 columns, as the model has, got 3"),
+    (lambda: known(controls=usual["c"][1:]), r"controls must have shape \(7, 1\).*got \(6, 1\)"),
+    (lambda: known(controls=None), r"controls must have shape \(7, 1\).*got none"),
+    (lambda: known(controls=np.full((T, 1), np.nan)), "controls must be finite"),
+    (lambda: known(inducing=on_states), r"controls must have shape \(7, 0\)"),
+    (lambda: known(emission_inducing=on_states), "emission_inducing must be given if the emission is a GP, and only then"),
+    (lambda: emitted(None), "emission_inducing must be given if the emission is a GP, and only then"),
+    (lambda: emitted(points(usual)), "emission_inducing must look at 2 states, got 3 columns"),
+    (lambda: known(through="match"), r"through must be match, linear or unscented.*got 'match'"),
+    (lambda: learned(ApproximatePowerGPSSM, False, power=1.5), "power must be a number above 0 and at most 1"),
+    (lambda: PowerGPSSM(model(usual), points(usual), T, 0.0, usual["c"]), "power must be a number above 0 and at most 1"),
+    (lambda: PowerGPSSM(model(usual, emission=LinearEmission(usual["U"][:1])), points(usual), T, 1.0, usual["c"]), "power must be below 1 where"),
+    (lambda: PowerGPSSM(model(usual, emission=counts), points(usual), T, 0.5, usual["c"]), "LinearEmission with a Gaussian likelihood"),
+    (lambda: PowerGPSSM(emitted(on_states).model, points(usual), T, 0.5, usual["c"]), "LinearEmission with a Gaussian likelihood"),
+    (lambda: PowerGPSSM(model(usual), points(usual), T, 0.5, usual["c"][1:]), "controls must have shape"),
+    (lambda: LinearEmission(np.ones(3)), r"weights must be a matrix.*got shape \(3,\)"),
+    (lambda: LinearEmission(np.ones((3, 2)), np.ones(2)), r"bias must be one number or \(3,\), got shape \(2,\)"),
+    (lambda: StateSpace(gpt.Process(gpt.RBF()), LinearEmission(np.ones((3, 2))), noise=np.ones(3)), "noise must be one number or one for each of 2"),
+    (lambda: StateSpace(gpt.Process(gpt.RBF()), LinearEmission(np.ones((3, 2))), -1.0), "noise must be positive"),
+    (lambda: StateSpace(gpt.Process(gpt.RBF()), LinearEmission(np.ones((3, 2))), initial_mean=np.ones(3)), "initial_mean must be one number"),
+    not_yet(lambda: StateSpace(gpt.Process(gpt.RBF()), 3), "emission must be", reason=NOTHING),
+    not_yet(lambda: StateSpace(gpt.RBF(), LinearEmission(np.ones((3, 2)))), "transition must be", reason=NOTHING),
+    not_yet(lambda: StateSpace(gpt.Process(gpt.RBF()), LinearEmission(np.ones((3, 3))), num_states=2), "num_states must be 3", reason=NOTHING),
+    not_yet(lambda: FactorisedStates(np.ones(3)), r"mean must have shape \(T \+ 1, D\)", reason=NOTHING),
+    not_yet(lambda: CoupledStates(np.ones(3)), r"mean must have shape \(T \+ 1, D\)", reason=NOTHING),
+    not_yet(lambda: PriorStates(np.ones((3, 2)), 2), r"mean must have shape \(D,\)", reason=NOTHING),
+    not_yet(lambda: known(states=np.ones((T + 1, 2))), "states must be", reason=NOTHING),
+    not_yet(lambda: known(states=CoupledStates(np.ones((T + 1, 2)))), "states must be", reason=NOTHING),
+    not_yet(lambda: CoupledGPSSM(model(usual), points(usual), some_states(), usual["c"]), "states must be", reason=NOTHING),
+    not_yet(lambda: emitted(np.ones((3, 2))), "emission_inducing must be", reason=NOTHING),
+    not_yet(lambda: known(through=Draws(0)), "number must be a positive integer", reason=NOTHING),
+    not_yet(lambda: CoupledGPSSM(model(usual), points(usual), PriorStates(np.zeros(2), T), usual["c"], number=0), "number must be a positive integer", reason=NOTHING),
+    not_yet(lambda: PowerGPSSM(model(usual), np.ones((3, 3)), T, 0.5, usual["c"]), "inducing must be inducing variables", reason=NOTHING),
+    not_yet(lambda: PowerGPSSM(gpt.GP(gpt.RBF(), gpt.Gaussian()), points(usual), T, 0.5), "model must be a StateSpace", reason=NOTHING),
+    not_yet(lambda: PowerGPSSM(model(usual), gpt.InducingPoints(np.ones((3, 1))), T, 0.5), "inducing must be inducing variables", reason=NOTHING),
+    not_yet(lambda: known(model=linear_mean(2, 2)), "mean", reason="a mean of other columns than states and controls is refused late"),
+    not_yet(lambda: known(model=linear_mean(3, 3)), "mean", reason="a mean of more functions than states is refused late"),
+    not_yet(lambda: known(model=model(usual, kernel=gpt.Independent(3 * [gpt.RBF()]))), "kernel for each of 2",
+            reason="the third kernel is dropped without a word"),
+    not_yet(lambda: learned(ApproximatePowerGPSSM, True), "FactorisedStates", reason="links count in the steps and not in the entropy: no bound on "
+            "what the energy can gain by them"),
+    not_yet(lambda: CollapsedGPSSM(model(usual), gpt.GaussianWindow(np.ones((3, 3))), some_states(), usual["c"]), "InducingPoints",
+            reason="centres of windows are taken for inducing points"),
+    not_yet(lambda: PowerGPSSM(model(usual), gpt.GaussianWindow(np.ones((3, 3))), T, 0.5, usual["c"]), "InducingPoints",
+            reason="centres of windows are taken for inducing points"),
+])
+def test_parts_that_do_not_fit(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize("batch, message", [
+    ((times * 1.0, Y), r"times must be 7 integers.*dtype float64"), ((times - 1, Y), "times must be from 1 to 7.*got 0"),
+    ((times + 1, Y), "times must be from 1 to 7.*got 8"), ((times[1:], Y), r"times must be 7 integers.*shape \(6,\)"),
+    ((times, Y[:, :2]), r"Y must have 3 columns, as the emission has, got shape \(7, 2\)"), ((times, Y[:, 0]), "Y must have 3 columns"),
+    ((times, np.where(Y == Y.max(), np.inf, Y)), "= inf"), ((times, Y * np.nan), "Y must hold an observation, got NaN only"),
+    ((times,), "GPSSM.objective needs Y: pass times and Y"), ((times[:, None], Y), "times must be 7 integers"),
+    not_yet((None, Y), "times must be", reason=NOTHING), not_yet((times, Y + 1j), "Y must be real", reason="imaginary parts are dropped"),
+    not_yet((times, 7 * [["a", "b", "c"]]), "Y must be", reason=NOTHING),
+])
+def test_batches_that_do_not_fit(batch, message):
+    with pytest.raises(ValueError, match=message):
+        known().objective(*batch)
+
+
+def test_what_needs_the_whole_series_gets_it():
+    for approx in (learned(CollapsedGPSSM), CoupledGPSSM(model(usual), points(usual), PriorStates(np.zeros(2), T), usual["c"])):
+        with pytest.raises(ValueError, match="needs the whole series: times must be 1 to 7"):
+            approx.objective(times[::-1], Y, key=KEY)
+    with pytest.raises(ValueError, match="counts 0, 1, 2"):
+        known(model=model(usual, emission=counts)).objective(times, Y)
+    with pytest.raises(ValueError, match="key must be a JAX random key"):
+        known(through=Draws(3)).objective(times, Y)
+
+
+@pytest.mark.parametrize("ask, message", [
+    (lambda post: post.forecast(0), "steps must be a positive integer"), (lambda post: post.forecast(2), "controls must have shape"),
+    (lambda post: post.forecast(2, np.ones((3, 1))), r"controls must have shape \(2, 1\)"),
+    (lambda post: post.draw(KEY, 2, 3, np.ones((2, 1)), (np.ones(3), np.eye(2))), r"start must be a mean \(2,\) and a covariance \(2, 2\)"),
+    (lambda post: post.log_density(Y[:2, :2], np.ones((2, 1))), "Y must have 3 columns"),
+    not_yet(lambda post: post.forecast(2, np.ones((2, 1)), (np.full(2, np.nan), np.eye(2))), "start must be finite", reason="NaN comes out"),
+    not_yet(lambda post: post.draw(KEY, 2, 0, np.ones((2, 1))), "n must be a positive integer", reason=NOTHING),
+    not_yet(lambda post: post.forecast(2, np.ones((2, 1)), through=Draws(3)), "through must be", reason=NOTHING),
+    not_yet(lambda post: post.log_density(Y[:2], np.ones((2, 1)), through=Draws(3)), "key must be a JAX random key", reason=NOTHING),
+    not_yet(lambda post: post.predict_y([T + 1]), "times must be from 0 to 7", reason="what is outside is answered as if it were inside"),
+])
+def test_questions_that_make_no_sense(linear_posterior, ask, message):
+    with pytest.raises(ValueError, match=message):
+        ask(linear_posterior)
+
+
+@pytest.mark.parametrize("Y", [np.ones((T, 2)), np.ones((T, 3))], ids=["two", "three"])
+@pytest.mark.xfail(strict=True, reason="all columns of Y are taken for one function of the state")
+def test_outputs_that_an_emission_has_no_function_for(Y):
+    with pytest.raises(ValueError, match="Y must have 1 column"):
+        emitted(on_states, num_outputs=1).check(times, Y)
+
+
+# What is wrong yet
+
+@pytest.mark.parametrize("value", [gpt.freeze(gpt.positive(0.1)), gpt.freeze(gpt.positive(np.full(2, 0.1)))], ids=["number", "vector"])
+def test_what_is_frozen_stays_frozen(value, request):
+    if value.value.ndim == 0:
+        request.applymarker(pytest.mark.xfail(strict=True, reason="a frozen number becomes a free vector, and loses its prior"))
+    made = StateSpace(gpt.Process(gpt.RBF()), LinearEmission(np.ones((3, 2))), noise=value)
+    assert not jax.tree.leaves(partition(made.noise)[0])
+
+
+@pytest.mark.xfail(strict=True, reason="under jit or vmap Y (T,) is not made a column")
+def test_one_column_may_be_a_vector_under_jit():
+    p = SYSTEMS["one state"]
+    approx = learned(markov=False, p=p)
+    assert jax.eval_shape(lambda y: approx.objective(times, y), jnp.asarray(p["Y"][:, 0])).shape == ()
+
+
+@pytest.mark.xfail(strict=True, reason="what fills gaps is minus infinity where all is a gap, and its slope is NaN")
+def test_slopes_of_a_batch_of_gaps_are_finite():
+    slope = jax.grad(lambda mean: jnp.sum(emitted_terms(unwrap(counts), None, mean, jnp.ones((2, D, D)), jnp.full((2, 3), jnp.nan), match, None, None)))
+    assert np.all(slope(jnp.ones((2, D))) == 0)
+
+
+@pytest.mark.xfail(strict=True, reason="outputs that share a state are taken for independent ones")
+def test_outputs_of_one_state_at_a_power():
+    emission, (e, w) = unwrap(LinearEmission(np.ones((2, 1)), 0.0, gpt.Bernoulli())), nodes(1)
+    found = emitted_terms(emission, None, jnp.array([[0.3]]), jnp.array([[[1.2]]]), jnp.ones((1, 2)), match, 1.0, None)
+    assert np.isclose(found[0], np.log(w @ ndtr(0.3 + 1.2 * e[:, 0]) ** 2), atol=1e-6)
+
+
+@pytest.mark.xfail(strict=True, reason="one key for u and for what u leaves open")
+def test_draws_through_an_emission_that_is_a_process_have_its_variance():
+    post = with_emission(gpt.Gaussian(1e-6), 1)
+    post = with_q(post, VariationalGaussian(np.zeros(4), np.eye(4)))
+    post = eqx.tree_at(lambda a: a.emission_q, post, VariationalGaussian(free(np.zeros(4)), lower_triangular(np.eye(4)))).posterior()
+    y = post.draw(KEY, 3, 4000).observations
+    assert np.allclose(np.var(y, axis=0), 1.1, rtol=4.5 * (2 / 4000) ** 0.5)
+
+
+@pytest.mark.parametrize("ask", [
+    lambda approx: approx.posterior().draw(KEY, 2, 3, np.ones((2, 1))),
+    lambda approx: CoupledGPSSM(approx.model, approx.inducing, PriorStates(np.zeros(2), T), usual["c"]).objective(times, Y, key=KEY)],
+    ids=["draw", "coupled"])
+@pytest.mark.xfail(strict=True, reason="the variances of Independent are asked for as if it were one kernel")
+def test_draws_with_a_kernel_for_each_state(ask):
+    ask(known(model=model(usual, kernel=gpt.Independent([gpt.RBF(1.3, 0.8), gpt.RBF(0.9, 1.2)]))))
+
+
+@pytest.mark.xfail(strict=True, reason="the cavity of the last state has no density, and the energy is NaN")
+def test_power_one_needs_the_last_observation():
+    p = SYSTEMS["one state"]
+    gap = np.where(np.arange(T)[:, None] == T - 1, np.nan, p["Y"])
+    with pytest.raises(ValueError, match="last"):
+        PowerGPSSM(model(p), points(p), T, 1.0).start(gap, some_states(False, p))
+
+
+@pytest.mark.xfail(strict=True, reason="the root is in JAX's default precision")
+def test_states_of_the_prior_have_the_precision_of_their_mean():
+    made = unwrap(PriorStates(np.zeros(2, np.float32), T))
+    assert made.mean.dtype == made.root.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("Y, message", [(np.where(np.arange(3) == 1, np.nan, usual["Y"]), "column"), (np.where(np.arange(3) == 1, 2.0, usual["Y"]), None)],
+                         ids=["never seen", "constant"])
+@pytest.mark.xfail(strict=True, reason="a column that was never seen fails in numpy, and one that never moves in LAPACK")
+def test_first_guesses_from_poor_columns(Y, message):
+    whole = model(usual, emission=gpt.GP(gpt.RBF(), gpt.Gaussian(0.3)))
+    if message:
+        with pytest.raises(ValueError, match=message):
+            initial_means(whole, Y)
+    else:
+        assert np.isfinite(initial_means(whole, Y)).all()
+
+
+# 12. Programs and files
+
+def test_first_guesses_solve_for_the_states():
+    x = np.random.default_rng(8).normal(size=(T, D))
+    found = initial_means(model(usual), x @ usual["U"].T + usual["d"])
+    assert np.allclose(found[1:], x) and np.allclose(found[0], x[0])
+    gaps = np.stack([np.arange(7.0), np.arange(7.0) ** 2], axis=1)
+    gaps[3] = np.nan
+    eye = StateSpace(gpt.Process(gpt.RBF()), LinearEmission(np.eye(2)))
+    assert np.allclose(initial_means(eye, gaps)[4], [3, 10])
+    components = initial_means(model(usual, emission=gpt.GP(gpt.RBF(), gpt.Gaussian())), usual["Y"])
+    assert components.shape == (T + 1, D) and np.allclose(np.mean(components[1:] ** 2, axis=0), 1)
+
+
+def test_several_series_at_once():
+    approx, several = learned(), np.stack([Y, Y + 0.1])
+    found = jax.vmap(lambda Y: approx.objective(times, Y))(several)
+    assert np.allclose(found, [approx.objective(times, Y) for Y in several], rtol=1e-12)
+
+
+def test_saved_and_loaded_bit_by_bit(tmp_path, linear_posterior):
+    prior = CoupledGPSSM(model(usual), points(usual), PriorStates(np.zeros(2), T), usual["c"])
+    things = [learned(), learned(through=Draws(3)), learned(CollapsedGPSSM), learned(ApproximatePowerGPSSM, False, power=0.3), prior,
+              CoupledGPSSM(model(usual), points(usual), exact_conditionals(usual), usual["c"]), with_emission(gpt.Poisson(), 2),
+              PowerGPSSM(model(usual), points(usual), T, 0.5, usual["c"]), linear_posterior]
+    for n, thing in enumerate(things):
+        gpt.save(tmp_path / str(n), thing)
+        assert eqx.tree_equal(gpt.load(tmp_path / str(n)), thing)
