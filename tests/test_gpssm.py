@@ -669,7 +669,7 @@ def linear_mean(rows, columns):
     (lambda: known(controls=usual["c"][1:]), r"controls must have shape \(7, 1\).*got \(6, 1\)"),
     (lambda: known(controls=None), r"controls must have shape \(7, 1\).*got none"),
     (lambda: known(controls=np.full((T, 1), np.nan)), "controls must be finite"),
-    (lambda: known(inducing=on_states), r"controls must have shape \(7, 0\)"),
+    (lambda: known(inducing=on_states, model=linear_mean(2, 2)), r"controls must have shape \(7, 0\)"),
     (lambda: known(emission_inducing=on_states), "emission_inducing must be given if the emission is a GP, and only then"),
     (lambda: emitted(None), "emission_inducing must be given if the emission is a GP, and only then"),
     (lambda: emitted(points(usual)), "emission_inducing must look at 2 states, got 3 columns"),
