@@ -17,7 +17,7 @@ from scipy.special import gammaln, ndtr
 import gp_thesis as gpt
 from conftest import TOP
 from gp_thesis.gpssm import (
-    ApproximatePowerGPSSM, CollapsedGPSSM, CoupledGPSSM, CoupledStates, Draws, FactorisedStates, GPSSM, LinearEmission, MarkovStates,
+    best_q, posteriors, trajectories, ApproximatePowerGPSSM, CollapsedGPSSM, CoupledGPSSM, CoupledStates, Draws, FactorisedStates, GPSSM, LinearEmission, MarkovStates,
     PowerGPSSM, PriorStates, StateSpace, emitted_terms, initial_means, residuals, series, state_cavities, step_terms, with_u_drawn)
 from gp_thesis.parameters import free, lower_triangular, partition, unwrap
 from gp_thesis.propagation import linear, match, unscented
@@ -36,12 +36,12 @@ def points(p):
     return gpt.InducingPoints(np.random.default_rng(7).normal(size=(4, len(p["F"]) + p["B"].shape[1])))
 
 
-def model(p, variance=0.8, emission=None, kernel=None):
+def model(p, variance=0.8, emission=None, kernel=None, num_outputs=None):
     columns = len(p["F"]) + p["B"].shape[1]
     kernel = kernel or gpt.RBF(np.full(columns, 1.3), variance)
     mean = gpt.LinearMean(np.vstack([p["F"].T, p["B"].T]), p["b"])
     emission = emission or LinearEmission(p["U"], p["d"], gpt.Gaussian(p["R"]))
-    return StateSpace(gpt.Process(kernel, mean), emission, p["Q"], len(p["F"]), p["m0"], p["S0"])
+    return StateSpace(gpt.Process(kernel, mean), emission, p["Q"], len(p["F"]), p["m0"], p["S0"], num_outputs)
 
 
 def observed(p):
@@ -93,7 +93,7 @@ def some_states(markov=True, p=usual):
 
 
 def with_q(approx, q):
-    return eqx.tree_at(lambda a: a.q, approx, VariationalGaussian(free(q.m), lower_triangular(q.S_factor)), is_leaf=lambda x: x is None)
+    return eqx.tree_at(lambda a: a.transition.q, approx, VariationalGaussian(free(q.m), lower_triangular(q.S_factor)), is_leaf=lambda x: x is None)
 
 
 def some_q(M=4, P=D):
@@ -105,7 +105,7 @@ def some_q(M=4, P=D):
 def learned(kind=GPSSM, markov=True, p=usual, **settings):
     "An approximation of the system as an unknown one, q(u) and q(x) anywhere."
     approx = kind(model(p), points(p), some_states(markov, p), controls=p["c"], **settings)
-    return approx if approx.q is None else with_q(approx, some_q(P=len(p["F"])))
+    return approx if approx.transition.q is None else with_q(approx, some_q(P=len(p["F"])))
 
 
 def nodes(D, points=40):
@@ -145,7 +145,7 @@ def residual_at_nodes(approx, states, q, t):
     X = np.hstack([m + e @ R.T, np.tile(approx.controls[t - 1], (len(e), 1))])
     kernel, mean = approx.model.transition.kernel, approx.model.transition.mean
     kernels = getattr(kernel, "kernels", [kernel] * len(m))
-    f, v = conditional(kernels, approx.inducing.Z, q, X)
+    f, v = conditional(kernels, approx.transition.inducing.Z, q, X)
     return m2 + e @ G.T - f - X @ mean.weights - mean.bias, HH + v[:, :, None] * np.eye(len(m)), w
 
 
@@ -239,7 +239,7 @@ def test_the_bound_by_quadrature(name, markov, separate):
         approx = eqx.tree_at(lambda a: a.model.transition, approx, gpt.Process(kernel, approx.model.transition.mean))
     times, Y = observed(p)
     plain = jax.tree.map(np.asarray, unwrap(approx))
-    states, q = plain.states, plain.q
+    states, q = plain.states, plain.transition.q
     kl = 0.5 * (np.sum(q.m**2) + np.sum(q.S_factor**2) - q.m.size) - np.sum(np.log(np.diagonal(q.S_factor, axis1=-2, axis2=-1)))
     each = [step_by_hand(plain, states, q, t) + emitted_by_hand(plain, states, Y, t) for t in times]
     by_hand = sum(each) + entropy_by_hand(states)[0] + start_by_hand(plain.model, states) - kl
@@ -261,8 +261,8 @@ def test_pairs_and_entropy_of_markov_states_are_those_of_one_gaussian():
 # 3. Collapsed
 
 def uncollapsed(collapsed, q=None):
-    q = eqx.filter_jit(lambda a: a.best_q())(unwrap(collapsed)) if q is None else q
-    return with_q(GPSSM(collapsed.model, collapsed.inducing, collapsed.states, controls=collapsed.controls.tree), q)
+    q = eqx.filter_jit(best_q)(unwrap(collapsed)) if q is None else q
+    return with_q(GPSSM(collapsed.model, collapsed.transition.inducing, collapsed.states, controls=collapsed.controls.tree), q)
 
 
 def test_collapsed_is_the_best_of_all_q_and_touches_its_bound():
@@ -270,11 +270,11 @@ def test_collapsed_is_the_best_of_all_q_and_touches_its_bound():
     value, at_best = collapsed.objective(*data), uncollapsed(collapsed)
     assert np.isclose(value, at_best.objective(*data), rtol=1e-9)
     for seed in range(4):  # the same slopes in all parameters: what is between them is of second order
-        each = [value - moved(at_best, size, lambda a: a.q, seed).objective(*data) for size in (0.01, 0.1)]
+        each = [value - moved(at_best, size, lambda a: a.transition.q, seed).objective(*data) for size in (0.01, 0.1)]
         assert 0 < each[0] and 30 < each[1] / each[0] < 300
         gaps = []
         for size in (1e-3, 4e-3):
-            there = moved(collapsed, size, lambda a: (a.model, a.inducing, a.states), seed)
+            there = moved(collapsed, size, lambda a: (a.model, a.transition.inducing, a.states), seed)
             gaps.append(there.objective(*data) - uncollapsed(there, unwrap(at_best.q)).objective(*data))
         assert 0 < gaps[0] and 12 < gaps[1] / gaps[0] < 20
 
@@ -307,7 +307,7 @@ def log_tilted(mean, cov, noise, power):
 def energy_by_hand(approx, Y, power):
     "(3.79) with T equal factors of u, and equal factors of each state, from natural parameters: log integrals of q, p and cavities."
     plain = jax.tree.map(np.asarray, unwrap(approx))
-    q, states, model, T = plain.q, plain.states, plain.model, len(Y)
+    q, states, model, T = plain.transition.q, plain.states, plain.model, len(Y)
     energy, M, D = 0.0, len(q.m), states.mean.shape[1]
     rest, cavities = ([], []), ([], [])
 
@@ -374,7 +374,7 @@ def test_cavities_of_states_have_the_share_of_a_factor_less():
 
 def settled(approx, Y, states, rounds, damping=1.0):
     sites = eqx.filter_jit(lambda approx, Y, states: approx.start(Y, states))(approx, jnp.asarray(Y), states)
-    return approx.rounds(Y, sites, rounds, damping)
+    return approx.rounds(Y, sites, rounds, damping)[0]
 
 
 def slope_in_sites(approx, Y, sites, seed):
@@ -409,7 +409,7 @@ def test_power_ep_towards_zero_is_stationary_for_the_bound():
     q = VariationalGaussian(np.asarray(post.transition.m), np.asarray(post.transition.S_factor))
     bound = with_q(GPSSM(model(p), points(p), states_of(np.asarray(post.mean), np.linalg.cholesky(post.cov))), q)
     assert np.isclose(approx.energy(p["Y"], sites), bound.objective(*data), rtol=0, atol=40 * power)
-    for part, seed in product((lambda a: a.states, lambda a: a.q), range(3)):
+    for part, seed in product((lambda a: a.states, lambda a: a.transition.q), range(3)):
         up, down = (moved(bound, size, part, seed).objective(*data) for size in (1e-4, -1e-4))
         assert abs(up - down) / 2e-4 < 40 * power
         assert moved(bound, 0.1, part, seed).objective(*data) < bound.objective(*data) - 0.05
@@ -426,7 +426,7 @@ def test_draws_agree_with_moment_matching_in_the_bound():
 
 @eqx.filter_jit
 def terms_at_known_states(approx, times, Y):
-    f, g = approx.processes()
+    f, g = posteriors(approx)
     states = eqx.tree_at(lambda s: s.root, approx.states, 1e-9 * approx.states.root)
     ways = [(through, 0.5) for through in (match, linear, Draws(2))]
     step = lambda way: step_terms(f, approx.model.noise, states.pairs(times), approx.controls[times - 1], *way, KEY)
@@ -470,14 +470,14 @@ def test_the_bound_of_coupled_states_is_unbiased():
     s, noise, (e, w) = plain.states, p["Q"], nodes(1)
     x = s.mean + e @ s.root.T
     mean = plain.model.transition.mean
-    f, v = (a[:, 0] for a in conditional([plain.model.transition.kernel], plain.inducing.Z, plain.q, x))
+    f, v = (a[:, 0] for a in conditional([plain.model.transition.kernel], plain.transition.inducing.Z, plain.transition.q, x))
     f, A, b, R = f + (x @ mean.weights + mean.bias)[:, 0], s.gain[0, 0, 0], s.offset[0, 0], s.spread[0, 0, 0]
     apart, ahead = w @ (((A - 1) * f + b) ** 2 + (A - 1) ** 2 * v), A * f + b
     cost = 0.5 * ((R**2 + apart) / noise - 1 + np.log(noise / R**2))
     miss = p["Y"][0] - p["d"] - p["U"][:, 0] * ahead
     fit = w @ (stats.norm(0, np.sqrt(p["R"])).logpdf(miss) - 0.5 * p["U"][0] ** 2 * (A**2 * v + R**2) / p["R"])
     z, r = (s.mean - p["m0"]) / np.sqrt(p["S0"]), s.root[0] / np.sqrt(p["S0"])
-    q = plain.q
+    q = plain.transition.q
     kl = 0.5 * (z**2 + r**2 - 1) - np.log(r) + 0.5 * (np.sum(q.m**2) + np.sum(q.S_factor**2) - 4) - np.sum(np.log(np.diag(q.S_factor)))
     values = [approx.objective(*series(p["Y"]), key=key) for key in jax.random.split(KEY, 600)]
     error = np.std(values) / 600**0.5
@@ -487,7 +487,7 @@ def test_the_bound_of_coupled_states_is_unbiased():
 def test_steps_of_the_prior_cost_nothing():
     p = usual
     approx = CoupledGPSSM(model(p), points(p), PriorStates(p["m0"], T), p["c"])
-    x, cost = eqx.filter_jit(lambda a: a.trajectories(KEY, a.processes()[0], 3))(unwrap(approx))
+    x, cost = eqx.filter_jit(lambda a: trajectories(KEY, a, posteriors(a)[0], 3))(unwrap(approx))
     assert x.shape == (3, T + 1, D) and abs(cost) < 1e-10
 
 
@@ -509,10 +509,10 @@ LOG_DENSITIES = {gpt.Gaussian: lambda g, y: stats.norm(g, 0.3**0.5).logpdf(y), g
 def with_emission(likelihood, outputs, kind=GPSSM, **settings):
     p = SYSTEMS["one state"]
     emission = gpt.GP(gpt.RBF(0.9, 1.1), likelihood, gpt.ConstantMean(0.2))
-    approx = kind(model(p, emission=emission), points(p), some_states(False, p), emission_inducing=points(p), num_outputs=outputs, **settings)
+    approx = kind(model(p, emission=emission, num_outputs=outputs), points(p), some_states(False, p), emission_inducing=points(p), **settings)
     approx = with_q(approx, some_q(P=1))
     q = some_q(P=outputs)
-    return eqx.tree_at(lambda a: a.emission_q, approx, VariationalGaussian(free(q.m), lower_triangular(q.S_factor)))
+    return eqx.tree_at(lambda a: a.emission.q, approx, VariationalGaussian(free(q.m), lower_triangular(q.S_factor)))
 
 
 @pytest.mark.parametrize("likelihood, outputs", [(gpt.Gaussian(0.3), 1), (gpt.Poisson(), 2), (gpt.Bernoulli(), 2)])
@@ -521,13 +521,13 @@ def test_an_emission_that_is_a_process_by_quadrature(likelihood, outputs):
     Y[2, -1] = np.nan
     approx = with_emission(likelihood, outputs)
     plain, (e, w) = jax.tree.map(np.asarray, unwrap(approx)), nodes(1)
-    total = sum(step_by_hand(plain, plain.states, plain.q, t) for t in range(1, T + 1))
+    total = sum(step_by_hand(plain, plain.states, plain.transition.q, t) for t in range(1, T + 1))
     total += entropy_by_hand(plain.states)[0] + start_by_hand(plain.model, plain.states)
-    for q in (plain.q, plain.emission_q):
+    for q in (plain.transition.q, plain.emission.q):
         total -= 0.5 * (np.sum(q.m**2) + np.sum(q.S_factor**2) - q.m.size) - np.sum(np.log(np.diagonal(q.S_factor, axis1=-2, axis2=-1)))
     for t, y in enumerate(Y, 1):
         x = plain.states.mean[t] + e @ plain.states.root[t].T
-        m, v = conditional([plain.model.emission.kernel] * outputs, plain.emission_inducing.Z, plain.emission_q, x)
+        m, v = conditional([plain.model.emission.kernel] * outputs, plain.emission.inducing.Z, plain.emission.q, x)
         g = 0.2 + m[:, None] + np.sqrt(v)[:, None] * e  # nodes of x, nodes of g, outputs
         seen = ~np.isnan(y)
         total += np.sum(np.einsum("x,g,xgp->p", w, w, LOG_DENSITIES[type(likelihood)](g, y))[seen])
@@ -797,7 +797,7 @@ def test_outputs_of_one_state_at_a_power():
 def test_draws_through_an_emission_that_is_a_process_have_its_variance():
     post = with_emission(gpt.Gaussian(1e-6), 1)
     post = with_q(post, VariationalGaussian(np.zeros(4), np.eye(4)))
-    post = eqx.tree_at(lambda a: a.emission_q, post, VariationalGaussian(free(np.zeros(4)), lower_triangular(np.eye(4)))).posterior()
+    post = eqx.tree_at(lambda a: a.emission.q, post, VariationalGaussian(free(np.zeros(4)), lower_triangular(np.eye(4)))).posterior()
     y = post.draw(KEY, 3, 4000).observations
     assert np.allclose(np.var(y, axis=0), 1.1, rtol=4.5 * (2 / 4000) ** 0.5)
 
