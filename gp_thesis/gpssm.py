@@ -33,13 +33,14 @@ from .ep import as_power
 from .exact import GP, Approximation, Posterior, compiled, float_dtype
 from gp_thesis.expectations import (
     expected_diag, expected_input_kernel, expected_kernel, expected_product, observed,
-    semidefinite_root)
+    semidefinite_root, standard_nodes)
 from .inducing import InducingPoints, InducingVariables, inducing_factor
 from .kernels import Independent, Process
 from .likelihoods import Gaussian, Likelihood
 from .linalg import cholesky, factor_or_nan, inverse_lower
 from .parameters import (
-    Fixed, Parameter, Suggesting, free, lower_triangular, positive, suggesting, unwrap)
+    Fixed, Parameter, Suggesting, as_float, free, is_parameter, lower_triangular,
+    positive, suggesting, unwrap)
 from .products import log_normaliser, with_inverse
 from gp_thesis.propagation import (
     Weights, affine_parts, columns, is_affine, kernel_moments, linear, match, unscented,
@@ -106,8 +107,8 @@ class StateSpace(eqx.Module, metaclass=Suggesting):
     ):
         check_belief(transition, emission)
         self.transition, self.emission = transition, emission
-        D = num_states or count_states(emission, noise)
-        self.num_outputs = num_outputs or count_outputs(emission)
+        D = count_states(emission, noise, num_states)
+        self.num_outputs = count_outputs(emission, num_outputs)
         self.noise = _each_state(positive, noise, D, "noise")
         self.initial_mean = _each_state(free, initial_mean, D, "initial_mean")
         self.initial_variance = _each_state(
@@ -128,29 +129,42 @@ def check_belief(transition, emission):
                          f"got {type(emission).__name__}")
 
 
-def count_states(emission, noise) -> int:
-    "D, from what there is."
-    if isinstance(emission, LinearEmission):
-        return jnp.shape(unwrap(emission.weights))[1]
-    return len(np.atleast_1d(unwrap(noise)))
+def count_states(emission, noise, given=None) -> int:
+    "D, from what there is; ValueError if it is not what is given."
+    if not isinstance(emission, LinearEmission):
+        return given or len(np.atleast_1d(unwrap(noise)))
+    D = jnp.shape(unwrap(emission.weights))[1]
+    if given not in (None, D):
+        raise ValueError(f"num_states must be {D}, the columns of the emission's "
+                         f"weights, got {given!r}")
+    return D
 
 
-def count_outputs(emission) -> int:
-    "P, from what there is."
+def count_outputs(emission, given=None) -> int:
+    "P, from what there is; ValueError if it is not what is given."
+    found = emission.likelihood.num_latents
     if isinstance(emission, LinearEmission):
-        return jnp.shape(unwrap(emission.weights))[0]
-    separate = isinstance(emission.kernel, Independent)
-    return len(emission.kernel.kernels) if separate else 1
+        found = jnp.shape(unwrap(emission.weights))[0]
+    elif isinstance(emission.kernel, Independent):
+        found = len(emission.kernel.kernels)
+    if None not in (found, given) and given != found:
+        raise ValueError(f"num_outputs must be {found}, the functions that the "
+                         f"emission has, got {given!r}")
+    return found or given or 1
 
 
 def _each_state(make, value, D, name):
-    "A parameter (D,) of a number or of (D,); one that has its shape stays."
+    "A parameter (D,) of a number or of (D,), frozen or with a prior if that is."
     made = make(value, name=name)
     shape = jnp.shape(unwrap(made))
     if shape not in ((), (D,)):
         raise ValueError(f"{name} must be one number or one for each of {D} states, "
                          f"got shape {shape}")
-    return made if shape == (D,) else make(jnp.full(D, unwrap(made)), name=name)
+    if shape == (D,):
+        return made
+    where = (lambda p: p.unconstrained) if is_parameter(made) else (lambda p: p)
+    repeat = partial(jax.tree.map, lambda a: jnp.broadcast_to(a, D))
+    return eqx.tree_at(where, made, replace_fn=repeat)
 
 # %% ../nbs/62_state_space.ipynb #s016
 class Pairs(NamedTuple):
@@ -327,13 +341,24 @@ def step_terms(f, noise, pairs, controls, through, power, key) -> Array:
 
 # %% ../nbs/62_state_space.ipynb #s026
 def emitted_terms(emission, g, mean, root, Y, through, power, key) -> Array:
-    "Of each observation, (B,): log E p(y_t | x_t)^power / power, or E log p."
-    if g is None:
+    """Of each observation, (B,): log E p(y_t | x_t)^power / power, or E log p.
+
+    Outputs depend on each other through the state: where their average is not a sum,
+    it is taken over nodes of the state, or of moment-matched g, or by draws."""
+    likelihood, drawn = emission.likelihood, isinstance(through, Draws)
+    apart = goes_apart(likelihood, power, Y)
+    if g is None and apart:
         moments = emission.moments(mean, outer(root))
-        return of_outputs(emission.likelihood, *moments, Y, power)
-    if not isinstance(through, Draws):
+        return of_outputs(likelihood, *moments, Y, power)
+    if g is None and not drawn:
+        U = emission.weights
+        return of_nodes(likelihood, mean @ U.T + emission.bias, U @ root, Y, power)
+    if not drawn:
         moments = through(g, mean, outer(root))
-        return of_outputs(emission.likelihood, moments.mean, moments.cov, Y, power)
+        if apart:
+            return of_outputs(likelihood, moments.mean, moments.cov, Y, power)
+        root = semidefinite_root(moments.cov)
+        return of_nodes(likelihood, moments.mean, root, Y, power)
     noise = jax.random.normal(key, (through.number, *mean.shape), mean.dtype)
     at = lambda noise: mean + jnp.einsum("bde,be->bd", root, noise)
     of = lambda noise: emitted_at(emission, g, at(noise), Y, power)
@@ -343,10 +368,8 @@ def emitted_terms(emission, g, mean, root, Y, through, power, key) -> Array:
 def emitted_at(emission, g, x, Y, power) -> Array:
     "The same for states that are known, x (B, D)."
     if g is None:
-        mean = x @ emission.weights.T + emission.bias
-        var = jnp.zeros_like(mean)
-    else:
-        mean, var = columns(g, x)
+        return of_known(emission.likelihood, x @ emission.weights.T + emission.bias, Y)
+    mean, var = columns(g, x)
     cov = var[:, :, None] * jnp.eye(var.shape[1], dtype=var.dtype)
     return of_outputs(emission.likelihood, mean, cov, Y, power)
 
@@ -360,12 +383,38 @@ def of_outputs(likelihood, mean, cov, Y, power) -> Array:
         cov = jnp.where(seen[:, :, None] & seen[:, None], cov, 0)
         return of_residual(jnp.where(seen, Y - mean, 0), cov, noise, power)
     var = jnp.diagonal(cov, axis1=1, axis2=2)
-    Y = jnp.where(seen, Y, jnp.nanmax(jnp.where(seen, Y, -jnp.inf)))  # any that is one
+    Y = jnp.where(seen, Y, likelihood.support.feasible_like(Y))  # any that is one
     if power is None:
         terms = likelihood.variational_expectations(mean, var, Y)
     else:
         terms = likelihood.log_tilted(mean, var, Y, power) / power
     return jnp.sum(jnp.where(seen, terms, 0).reshape(len(Y), -1), axis=1)
+
+
+def goes_apart(likelihood, power, Y) -> bool:
+    "Whether what is averaged is Gaussian, or a sum of terms with one function each."
+    if likelihood.num_latents is not None:
+        return False
+    return isinstance(likelihood, Gaussian) or power is None or Y.shape[1] == 1
+
+
+def of_known(likelihood, g, Y) -> Array:
+    "log p(y | g) for known g (B, P), (B,)."
+    seen = ~jnp.isnan(Y)
+    Y = jnp.where(seen, Y, likelihood.support.feasible_like(Y))
+    terms = jnp.where(seen, likelihood.log_density(g, Y), 0)
+    return jnp.sum(terms.reshape(len(Y), -1), axis=1)
+
+
+def of_nodes(likelihood, mean, root, Y, power) -> Array:
+    "Of g = mean + root ε with all its outputs at once, by nodes of ε ~ N(0, I)."
+    nodes, masses, _ = standard_nodes(root.shape[-1])
+    each = lambda node: of_known(likelihood, mean + root @ node, Y)
+    terms = jax.vmap(each)(jnp.asarray(nodes, mean.dtype))
+    masses = jnp.asarray(masses, mean.dtype)
+    if power is None:
+        return masses @ terms
+    return jax.nn.logsumexp(power * terms, axis=0, b=masses[:, None]) / power
 
 # %% ../nbs/62_state_space.ipynb #s083
 class Forecast(NamedTuple):
@@ -457,16 +506,17 @@ def draw_paths(post, key, n, start, controls) -> Paths:
 # %% ../nbs/62_state_space.ipynb #s085
 def log_forecast(post, through, key, start, controls, Y) -> Array:
     "log p(y) of each step, by Gaussians or by draws, (S,)."
-    likelihood = post.model.emission.likelihood
+    emitted = lambda mean, root, through: emitted_terms(
+        post.model.emission, post.emission, mean, root, Y, through, 1.0, None)
     if not isinstance(through, Draws):
-        states = forecast_states(post, through, start, controls)
-        return of_outputs(likelihood, *looked_at(post, through, *states), Y, 1.0)
+        mean, cov = forecast_states(post, through, start, controls)
+        return emitted(mean, semidefinite_root(cov), through)
     _, mean, var = draw_states(post, key, through.number, start, controls)
 
     def given_the_state_before(step):
         m, v = step
-        cov = v[:, :, None] * jnp.eye(v.shape[1], dtype=v.dtype)
-        return of_outputs(likelihood, *looked_at(post, match, m, cov), Y, 1.0)
+        root = jnp.sqrt(v)[:, :, None] * jnp.eye(v.shape[1], dtype=v.dtype)
+        return emitted(m, root, match)
 
     return average(lax.map(given_the_state_before, (mean, var)), 1.0)
 
@@ -503,83 +553,147 @@ class SeriesPosterior(eqx.Module):
 
     def predict_y(self, times) -> tuple[Array, Array]:
         "Mean and variance of a new observation at steps 0 to T, (S, P) both."
-        times = jnp.asarray(times)
+        times = check_times(times, 0, len(self.mean) - 1)
         states = self.mean[times], self.cov[times]
         return compiled(observed_moments, self, match, *states)
 
     @suggesting
     def forecast(self, steps, controls=None, start=None, through=match) -> Forecast:
         "By a Gaussian for each step: `match`, `linear` or `unscented`, @eq-forecast."
+        check_through(through, draws=False)
         begin = departure(self, steps, controls, start)
         return compiled(forecast_all, self, through, *begin)
 
     @suggesting
     def draw(self, key, steps, n=1, controls=None, start=None) -> Paths:
         "n trajectories, each with one draw of u for all its steps."
+        check_count(n, "n")
+        check_key(key)
         begin = departure(self, steps, controls, start)
         return compiled(draw_paths, self, key, n, *begin)
 
     @suggesting
     def log_density(self, Y, controls=None, start=None, through=match, key=None):
         "log p(y_{T+s} | y_{1:T}) of each step of Y (S, P), (S,); Draws(n) needs a key."
+        check_through(through)
+        if isinstance(through, Draws):
+            check_key(key)
         Y = check_outputs(self.model, Y, float_dtype(self.model))
         begin = departure(self, len(Y), controls, start)
         return compiled(log_forecast, self, through, key, *begin, Y)
 
 # %% ../nbs/62_state_space.ipynb #s103
-def check_parts(model, inducing, states, emission_inducing, through):
-    "ValueError unless the parts of an approximation fit each other."
+def check_transition(model, inducing):
+    "ValueError unless f and its inducing variables fit the states."
     if not isinstance(model, StateSpace):
         raise ValueError(f"model must be a StateSpace, got {type(model).__name__}")
-    D, rows = model.num_states, jnp.shape(unwrap(states.mean))
+    D, process = model.num_states, model.transition
     if not isinstance(inducing, InducingVariables) or inducing.num_dims < D:
         raise ValueError(f"inducing must be inducing variables on {D} states and the "
                          f"controls, such as InducingPoints(Z), got {inducing!r}")
-    if rows[-1] != D:
-        raise ValueError(f"states must have {D} columns, as the model has, "
-                         f"got {rows[-1]}")
+    kernel = process.kernel
+    if isinstance(kernel, Independent) and len(kernel.kernels) != D:
+        raise ValueError("transition must have one kernel for all functions, or a "
+                         f"kernel for each of {D} states, got {len(kernel.kernels)}")
+    C, dtype = inducing.num_dims, float_dtype(model)
+    try:
+        mean = jax.eval_shape(unwrap(process.mean).evaluate, jnp.zeros((1, C), dtype))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"transition must have a mean that looks at {C} columns, the "
+                         "states and controls of the inducing variables") from error
+    if (mean := mean.shape) not in ((1,), (1, D)):
+        raise ValueError(f"transition must have a mean of one function or of {D}, one "
+                         f"for each state, got {mean[1]}")
+
+
+STATES = {"marginals": "FactorisedStates or MarkovStates",
+          "steps": "CoupledStates or PriorStates"}
+
+
+def check_parts(model, inducing, states, need, emission_inducing, through):
+    "ValueError unless the parts of an approximation fit each other."
+    check_transition(model, inducing)
+    D = model.num_states
+    if not hasattr(states, need):
+        raise ValueError(f"states must be {STATES[need]}, got {type(states).__name__}")
+    if (found := jnp.shape(unwrap(states.mean))[-1]) != D:
+        raise ValueError(f"states must have {D} columns, as the model has, got {found}")
     process = isinstance(model.emission, GP)
     if process != (emission_inducing is not None):
         raise ValueError("emission_inducing must be given if the emission is a GP, and "
                          "only then")
+    if process and not isinstance(emission_inducing, InducingVariables):
+        raise ValueError("emission_inducing must be inducing variables, such as "
+                         f"InducingPoints(Z), got {emission_inducing!r}")
     if process and emission_inducing.num_dims != D:
         raise ValueError(f"emission_inducing must look at {D} states, got "
                          f"{emission_inducing.num_dims} columns")
-    if through not in (match, linear, unscented) and not isinstance(through, Draws):
-        raise ValueError("through must be match, linear or unscented of "
-                         f"gp_thesis.propagation, or Draws(n), got {through!r}")
+    check_through(through)
+
+
+def check_through(through, draws=True):
+    "ValueError unless it is a way to take averages."
+    if draws and isinstance(through, Draws):
+        check_count(through.number, "number")
+    elif through not in (match, linear, unscented):
+        raise ValueError("through must be match, linear or unscented of gp_thesis."
+                         f"propagation{', or Draws(n)' * draws}, got {through!r}")
+
+
+def check_key(key):
+    "ValueError unless it is a key."
+    if not isinstance(key, jax.Array):
+        raise ValueError("key must be a JAX random key such as jax.random.key(0), "
+                         f"got {key!r}")
 
 # %% ../nbs/62_state_space.ipynb #s103b
 def check_power_model(model, inducing, power):
     "ValueError unless sites of the emission are known, and cavities have a density."
     as_power(power)
+    check_collapsible(model, inducing)
     emission = model.emission
     likelihood = getattr(emission, "likelihood", None)
     if not (isinstance(emission, LinearEmission) and isinstance(likelihood, Gaussian)):
         raise ValueError("PowerGPSSM needs a LinearEmission with a Gaussian likelihood")
-    check_collapsible(model, inducing)
-    rank = np.linalg.matrix_rank(np.asarray(unwrap(emission.weights)))
-    if power == 1 and rank < model.num_states:
+    check_last(model, power, np.ones(model.num_outputs, bool))
+
+
+def check_last(model, power, seen):
+    "ValueError if the last state has no density without its step."
+    U = unwrap(model.emission.weights)
+    if power < 1 or isinstance(U, jax.core.Tracer):
+        return
+    if (rank := np.linalg.matrix_rank(np.asarray(U)[seen])) < model.num_states:
         raise ValueError(f"power must be below 1 where {model.num_states} states are "
-                         f"seen through {rank} directions: without its step the last "
-                         "state would have no density")
+                         f"seen through {rank} directions at last: without its step "
+                         "the last state would have no density")
+
+
+def check_power_series(approx, Y) -> Array:
+    "All observations of the series; else a ValueError."
+    Y = check_outputs(approx.model, Y, float_dtype(approx.model))
+    T = len(unwrap(approx.controls))
+    if len(Y) != T:
+        raise ValueError(f"Y must have {T} rows, one for each step, got {len(Y)}")
+    if not isinstance(Y, jax.core.Tracer):
+        check_last(approx.model, approx.power, ~np.isnan(Y[-1]))
+    return Y
 
 # %% ../nbs/62_state_space.ipynb #s104
 def check_outputs(model, Y, dtype) -> Array:
     "Y (B, P) in this dtype, NaN where nothing was observed; else a ValueError."
-    if isinstance(Y, jax.core.Tracer):
-        return Y
-    likelihood, Y = model.emission.likelihood, np.array(Y, dtype)
+    likelihood, Y = model.emission.likelihood, as_float(Y, "Y")
     together = likelihood.num_latents is not None  # one column for all latent functions
     Y = Y[:, None] if Y.ndim == 1 and not together else Y
-    seen = ~np.isnan(Y)
-    if not seen.any():
-        raise ValueError("Y must hold an observation, got NaN only")
-    likelihood.check(np.where(seen, Y, Y[seen][0]))
-    if not together and Y.shape[1:] != (model.num_outputs,):
-        raise ValueError(f"Y must have {model.num_outputs} columns, as the emission "
-                         f"has, got shape {Y.shape}")
-    return jnp.asarray(Y)
+    if Y.shape[1:] != (() if together else (model.num_outputs,)):
+        raise ValueError(f"Y must have {1 if together else model.num_outputs} columns, "
+                         f"as the emission has, got shape {Y.shape}")
+    if not isinstance(Y, jax.core.Tracer):
+        seen = ~np.isnan(Y)
+        if not seen.any():
+            raise ValueError("Y must hold an observation, got NaN only")
+        likelihood.check(np.where(seen, Y, Y[seen][0]))
+    return Y.astype(dtype)
 
 
 def check_controls(controls, rows, C, dtype) -> Array:
@@ -601,21 +715,29 @@ def check_series(approx, times, Y) -> tuple[Array, Array]:
     "A batch as arrays that fit; else a ValueError."
     if Y is None:
         raise ValueError(f"{type(approx).__name__}.objective needs Y: pass times and Y")
-    T, times = approx.states.num_steps, jnp.asarray(times)
-    Y = check_outputs(approx.model, Y, float_dtype(approx))
-    if times.shape != Y.shape[:1] or not jnp.issubdtype(times.dtype, jnp.integer):
-        raise ValueError(f"times must be {len(Y)} integers, one for each row of Y, "
-                         f"got shape {times.shape} and dtype {times.dtype}")
+    T, Y = approx.states.num_steps, check_outputs(approx.model, Y, float_dtype(approx))
+    times = check_times(times, 1, T, len(Y))
     if isinstance(times, jax.core.Tracer):
         return times, Y
-    wrong = np.asarray(times)[(times < 1) | (times > T)]
-    if wrong.size:
-        raise ValueError(f"times must be from 1 to {T}, the steps that the states "
-                         f"have, got {wrong[0]}")
     if approx.needs_all_rows and not np.array_equal(times, np.arange(1, T + 1)):
         raise ValueError(f"{type(approx).__name__} needs the whole series: times must "
                          f"be 1 to {T}")
     return times, Y
+
+
+def check_times(times, first, last, rows=None) -> Array:
+    "Integers from first to last, (rows,) if it matters; else a ValueError."
+    times = times if isinstance(times, jax.Array) else np.asarray(times)
+    if rows is not None and times.shape != (rows,) or times.dtype.kind not in "iu":
+        many = "" if rows is None else f"{rows} "
+        raise ValueError(f"times must be {many}integers, one for each row, got shape "
+                         f"{times.shape} and dtype {times.dtype}")
+    if not isinstance(times, jax.core.Tracer):
+        wrong = np.asarray(times)[(times < first) | (times > last)]
+        if wrong.size:
+            raise ValueError(f"times must be from {first} to {last}, the steps that "
+                             f"the states have, got {wrong[0]}")
+    return jnp.asarray(times)
 
 
 def departure(post, steps, controls, start):
@@ -629,6 +751,9 @@ def departure(post, steps, controls, start):
     if mean.shape != (D,) or cov.shape != (D, D):
         raise ValueError(f"start must be a mean {(D,)} and a covariance {(D, D)}, "
                          f"got {mean.shape} and {cov.shape}")
+    if not all(isinstance(a, jax.core.Tracer) or np.isfinite(a).all()
+               for a in (mean, cov)):
+        raise ValueError("start must be finite")
     return (mean, cov), controls
 
 # %% ../nbs/62_state_space.ipynb #s029
@@ -718,6 +843,7 @@ class GPSSM(Approximation):
     states: eqx.Module              # q(x_{0:T})
     controls: Fixed                 # what leads from x_{t-1} to x_t, (T, C)
     through: object = eqx.field(static=True)
+    need: ClassVar[str] = "marginals"  # what q(x) must have
 
     def __init__(
         self, model: StateSpace,
@@ -727,7 +853,7 @@ class GPSSM(Approximation):
         emission_inducing=None,  # Inducing variables of an emission that is a GP
         through=match,  # How averages are taken: or `linear`, `unscented`, Draws(n)
     ):
-        check_parts(model, inducing, states, emission_inducing, through)
+        check_parts(model, inducing, states, self.need, emission_inducing, through)
         self.model, self.states, self.through = model, states, through
         C, dtype = inducing.num_dims - model.num_states, float_dtype(model)
         self.controls = Fixed(check_controls(controls, states.num_steps, C, dtype))
@@ -756,14 +882,18 @@ def initial_means(
     leading principal components. Gaps are filled along the series."""
     Y = np.array(Y, float).reshape(len(Y), -1)
     steps, D = np.arange(len(Y)), model.num_states
-    for y in Y.T:
+    for column, y in enumerate(Y.T):
         seen = ~np.isnan(y)
+        if not seen.any():
+            raise ValueError("Y must hold an observation in each column, got none in "
+                             f"column {column}")
         y[~seen] = np.interp(steps[~seen], steps[seen], y[seen])
     if isinstance(model.emission, GP):
         if D > Y.shape[1]:
             raise ValueError(f"num_states must be at most {Y.shape[1]}, the columns of "
                              f"Y, for a start by principal components, got {D}")
-        U, _, _ = np.linalg.svd((Y - Y.mean(0)) / Y.std(0), full_matrices=False)
+        scale = np.where(np.ptp(Y, axis=0) > 0, Y.std(0), 1)
+        U, _, _ = np.linalg.svd((Y - Y.mean(0)) / scale, full_matrices=False)
         x = U[:, :D] * len(Y) ** 0.5
     else:
         emission = unwrap(model.emission)
@@ -869,12 +999,13 @@ class CollapsedGPSSM(GPSSM):
 
 
 def check_collapsible(model, inducing):
-    "ValueError unless the averages of the collapsed bound are those of chapter 15."
+    "ValueError unless the averages over states are those of chapter 15."
+    check_transition(model, inducing)
     if not isinstance(inducing, InducingPoints):
-        raise ValueError("CollapsedGPSSM needs InducingPoints, "
+        raise ValueError("inducing must be InducingPoints, whose averages are known, "
                          f"got {type(inducing).__name__}")
     if not is_affine(model.transition.mean):
-        raise ValueError("CollapsedGPSSM needs a prior mean that is affine, got "
+        raise ValueError("transition must have a prior mean that is affine, got "
                          f"{type(model.transition.mean).__name__}")
 
 # %% ../nbs/62_state_space.ipynb #s051
@@ -1086,7 +1217,7 @@ class PowerGPSSM(eqx.Module, metaclass=Suggesting):
     def energy(self, Y, sites: Site) -> Array:
         "@eq-gpssm-site-energy, an estimate of log p(y) where sites have settled."
         return energy_of_sites(unwrap(self), self.check(Y), sites)
-    check = lambda self, Y: check_outputs(self.model, Y, float_dtype(self.model))
+    check = lambda self, Y: check_power_series(self, Y)
     posterior = lambda self, Y, sites: sites_posterior(self, self.check(Y), sites)
 
 # %% ../nbs/62_state_space.ipynb #s064
@@ -1192,8 +1323,12 @@ class PriorStates(eqx.Module, metaclass=Suggesting):
         num_steps: int,  # T
         scale=0.3,  # Its deviation: a number, or (D,)
     ):
+        check_count(num_steps, "num_steps")
         self.mean, self.num_steps = free(mean, name="mean"), num_steps
         start = unwrap(self.mean)
+        if start.ndim != 1:
+            raise ValueError(f"mean must have shape (D,), that of x_0, got "
+                             f"{start.shape}")
         self.root = lower_triangular(initial_roots(np.stack([start, start]), scale)[0])
 
     def steps(self, noise):
@@ -1273,6 +1408,7 @@ class CoupledGPSSM(GPSSM):
     Needs the whole series and a key; O(T M²) time for each trajectory, one step after
     the other. [@ialongo2019]"""
     needs_all_rows: ClassVar[bool] = True
+    need: ClassVar[str] = "steps"
 
     def __init__(
         self,
@@ -1283,10 +1419,6 @@ class CoupledGPSSM(GPSSM):
         emission_inducing=None,  # Inducing variables of an emission that is a GP
         number: int = 10,  # How many trajectories
     ):
-        if not hasattr(states, "steps"):
-            raise ValueError("states must be CoupledStates or PriorStates, "
-                             f"got {type(states).__name__}")
-        check_count(number, "number")
         super().__init__(model, inducing, states, controls, emission_inducing,
                          Draws(number))
 
