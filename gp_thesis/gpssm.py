@@ -661,7 +661,7 @@ def check_power_model(model, inducing, power):
 def check_last(model, power, seen):
     "ValueError if the last state has no density without its step."
     U = unwrap(model.emission.weights)
-    if power < 1 or isinstance(U, jax.core.Tracer):
+    if isinstance(U, jax.core.Tracer) or isinstance(power, jax.core.Tracer) or power < 1:
         return
     if (rank := np.linalg.matrix_rank(np.asarray(U)[seen])) < model.num_states:
         raise ValueError(f"power must be below 1 where {model.num_states} states are "
@@ -676,7 +676,7 @@ def check_power_series(approx, Y) -> Array:
     if len(Y) != T:
         raise ValueError(f"Y must have {T} rows, one for each step, got {len(Y)}")
     if not isinstance(Y, jax.core.Tracer):
-        check_last(approx.model, approx.power, ~np.isnan(Y[-1]))
+        check_last(approx.model, unwrap(approx.power), ~np.isnan(Y[-1]))
     return Y
 
 # %% ../nbs/62_state_space.ipynb #s104
