@@ -973,6 +973,10 @@ GAUSSIAN = "LinearEmission with a Gaussian likelihood"
     (lambda: space(num_states=3), "num_states must be 2"),
     (lambda: space(num_outputs=2), "num_outputs must be 3"),
     (lambda: space(gpt.GP(three, gpt.Gaussian()), num_outputs=2), "num_outputs must"),
+    (lambda: space(LinearEmission(np.ones((3, 2)), 0.0, gpt.Softmax(4))),
+     "the likelihood looks at 4 functions, but the emission has 3"),
+    (lambda: space(LinearEmission(np.ones((3, 2)), 0.0, gpt.Gaussian(np.ones(2)))),
+     "variance must be one number or one for each of 3 outputs"),
     # states
     (lambda: FactorisedStates(np.ones(3)), r"mean must have shape \(T \+ 1, D\)"),
     (lambda: MarkovStates(np.ones((1, 3))), r"mean must have shape \(T \+ 1, D\)"),
@@ -1015,6 +1019,9 @@ GAUSSIAN = "LinearEmission with a Gaussian likelihood"
     (lambda: power_ep(inducing=gpt.InducingPoints(np.ones((3, 1)))), ON_2),
     (lambda: power_ep(inducing=windows), POINTS),
     (lambda: power_ep().start(Y[1:], some_states(False)), "Y must have 7 rows"),
+    (lambda: power_ep().start(Y, some_states(False, single)), r"means \(8, 2\)"),
+    (lambda: power_ep().rounds(Y, None, 0), f"number {COUNT}"),
+    (lambda: power_ep().rounds(Y, None, 3, 0.0), "damping must be above 0"),
 ])
 def test_parts_that_do_not_fit(make, message):
     with pytest.raises(ValueError, match=message):
