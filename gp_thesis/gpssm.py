@@ -141,8 +141,9 @@ def count_states(emission, noise, given=None) -> int:
 
 
 def count_outputs(emission, given=None) -> int:
-    "P, from what there is; ValueError if it is not what is given."
-    found = emission.likelihood.num_latents
+    "P, from what there is; ValueError if it is not what is given, or does not fit."
+    likelihood = emission.likelihood
+    found = likelihood.num_latents
     if isinstance(emission, LinearEmission):
         found = jnp.shape(unwrap(emission.weights))[0]
     elif isinstance(emission.kernel, Independent):
@@ -150,7 +151,16 @@ def count_outputs(emission, given=None) -> int:
     if None not in (found, given) and given != found:
         raise ValueError(f"num_outputs must be {found}, the functions that the "
                          f"emission has, got {given!r}")
-    return found or given or 1
+    P = found or given or 1
+    if likelihood.num_latents not in (None, P):
+        raise ValueError(f"the likelihood looks at {likelihood.num_latents} functions, "
+                         f"but the emission has {P}")
+    if isinstance(likelihood, Gaussian):
+        shape = jnp.shape(unwrap(likelihood.variance))
+        if shape not in ((), (P,)):
+            raise ValueError("the Gaussian's variance must be one number or one for "
+                             f"each of {P} outputs, got shape {shape}")
+    return P
 
 
 def _each_state(make, value, D, name):
@@ -661,7 +671,7 @@ def check_power_model(model, inducing, power):
 def check_last(model, power, seen):
     "ValueError if the last state has no density without its step."
     U = unwrap(model.emission.weights)
-    if isinstance(U, jax.core.Tracer) or isinstance(power, jax.core.Tracer) or power < 1:
+    if any(isinstance(a, jax.core.Tracer) for a in (U, power)) or power < 1:
         return
     if (rank := np.linalg.matrix_rank(np.asarray(U)[seen])) < model.num_states:
         raise ValueError(f"power must be below 1 where {model.num_states} states are "
@@ -669,10 +679,21 @@ def check_last(model, power, seen):
                          "the last state would have no density")
 
 
-def check_power_series(approx, Y) -> Array:
-    "All observations of the series; else a ValueError."
+def check_rounds(number, damping):
+    "ValueError unless rounds can be taken like this."
+    check_count(number, "number")
+    if not 0 < damping <= 1:
+        raise ValueError(f"damping must be above 0 and at most 1, got {damping!r}")
+
+
+def check_power_series(approx, Y, states=None) -> Array:
+    "All observations of the series, which states may have to fit; else a ValueError."
     Y = check_outputs(approx.model, Y, float_dtype(approx.model))
     T = len(unwrap(approx.controls))
+    shape = None if states is None else jnp.shape(unwrap(states.mean))
+    if shape not in (None, (T + 1, approx.model.num_states)):
+        raise ValueError(f"states must have means {(T + 1, approx.model.num_states)}, "
+                         f"got {shape}")
     if len(Y) != T:
         raise ValueError(f"Y must have {T} rows, one for each step, got {len(Y)}")
     if not isinstance(Y, jax.core.Tracer):
@@ -1209,10 +1230,12 @@ class PowerGPSSM(eqx.Module, metaclass=Suggesting):
         if q is None:
             dtype = float_dtype(self.model)
             q = SparseProcess(self.inducing, self.model.num_states, dtype).q
-        return shared_out(unwrap(self), self.check(Y), unwrap(states), unwrap(q))
+        Y = check_power_series(self, Y, states)
+        return shared_out(unwrap(self), Y, unwrap(states), unwrap(q))
 
     def rounds(self, Y, sites: Site, number: int = 10, damping: float = 0.5):
         "Sites after so many rounds, and how many of them the last one left alone."
+        check_rounds(number, damping)
         return take_rounds(unwrap(self), self.check(Y), sites, number, damping)
 
     def energy(self, Y, sites: Site) -> Array:
