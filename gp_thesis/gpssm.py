@@ -563,9 +563,8 @@ class SeriesPosterior(eqx.Module):
 
     def predict_y(self, times) -> tuple[Array, Array]:
         "Mean and variance of a new observation at steps 0 to T, (S, P) both."
-        times = check_times(times, 0, len(self.mean) - 1)
-        states = self.mean[times], self.cov[times]
-        return compiled(observed_moments, self, match, *states)
+        at = check_times(times, 0, len(self.mean) - 1)
+        return compiled(observed_moments, self, match, self.mean[at], self.cov[at])
 
     @suggesting
     def forecast(self, steps, controls=None, start=None, through=match) -> Forecast:
