@@ -25,6 +25,9 @@ from .ep import EP, GFITC, PowerEP, SparseMeanField, WeakBound, weak_bound
 from .exact import (
     GP, Approximation, Exact, ExactPosterior, GaussianPosterior, Posterior)
 from .fitting import Fit, fit
+from .gplvm import (
+    GPLVM, ApproximatePowerGPLVM, CollapsedGPLVM, Latents, PointGPLVM, infer_rows,
+    predict_rows, principal_components, row_log_density)
 from .inducing import (
     GaussianWindow, InducingPoints, InducingPosterior, InducingVariables, Wavelet)
 from .kernels import (
