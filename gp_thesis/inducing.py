@@ -90,6 +90,7 @@ class InducingPoints(InducingVariables):
 def inducing_factor(
     inducing: InducingVariables,  # Unwrapped
     kernel: Kernel,  # Unwrapped
+    lift: float = 0.0,  # How much more of each variance is added
 ) -> Array:  # (M, M)
     "L with L Lᵀ = K_uu, each variance lifted by what rounding does to so many."
     K = inducing.covariance(kernel)
@@ -99,7 +100,7 @@ def inducing_factor(
     known = variances > rounding.tiny / rounding.eps
     units = jnp.sqrt(jnp.where(known, variances, 1.0))
     correlations = K / units[:, None] / units
-    L = cholesky(correlations, "K_uu", len(K) * rounding.eps)
+    L = cholesky(correlations, "K_uu", len(K) * rounding.eps + lift)
     return units[:, None] * L  # @eq-equilibrated
 
 
