@@ -25,9 +25,6 @@ from .ep import EP, GFITC, PowerEP, SparseMeanField, WeakBound, weak_bound
 from .exact import (
     GP, Approximation, Exact, ExactPosterior, GaussianPosterior, Posterior)
 from .fitting import Fit, fit
-from .gplvm import (
-    GPLVM, ApproximatePowerGPLVM, CollapsedGPLVM, Latents, PointGPLVM, infer_rows,
-    predict_rows, principal_components, row_log_density)
 from .inducing import (
     GaussianWindow, InducingPoints, InducingPosterior, InducingVariables, Wavelet)
 from .kernels import (
@@ -68,11 +65,19 @@ def _explain():
 
 _WHEN_ASKED_FOR = {
     **dict.fromkeys(("GPRegressor", "GPClassifier"), "estimators"),
-    **dict.fromkeys(("GPMC", "SGPMC", "Mixture", "Run", "calibrate", "sample"), "mcmc")}
+    **dict.fromkeys(("GPMC", "SGPMC", "Mixture", "Run", "calibrate", "sample"), "mcmc"),
+    **dict.fromkeys((
+        "GPLVM", "ApproximatePowerGPLVM", "CollapsedGPLVM", "Latents", "PointGPLVM",
+        "infer_rows", "predict_rows", "principal_components", "row_log_density"),
+        "gplvm"),
+    **dict.fromkeys((
+        "ApproximatePowerGPSSM", "CollapsedGPSSM", "CoupledGPSSM", "CoupledStates",
+        "Draws", "FactorisedStates", "GPSSM", "LinearEmission", "MarkovStates",
+        "PowerGPSSM", "PriorStates", "StateSpace", "series"), "gpssm")}
 
 
 def __getattr__(name):
-    "What needs scikit-learn or numpyro's samplers, when asked for."
+    "What not every user needs, when asked for."
     if name in _WHEN_ASKED_FOR:
         module = _import_module(f".{_WHEN_ASKED_FOR[name]}", __name__)
         return getattr(module, name)

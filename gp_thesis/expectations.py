@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['ROWS_AT_ONCE', 'observed', 'Term', 'terms_of', 'mean_of_product', 'meeting_point', 'semidefinite_root',
-           'standard_nodes', 'looked_at', 'expectation_rule', 'expected_diag', 'expected_kernel',
-           'expected_input_kernel', 'expected_product', 'weighted_distance', 'log_bump']
+           'standard_nodes', 'looked_at', 'columns_seen', 'node_steps', 'check_gaussians', 'full_covariances',
+           'expectation_rule', 'expected_diag', 'expected_kernel', 'expected_input_kernel', 'expected_product',
+           'weighted_distance', 'log_bump']
 
 # %% ../nbs/15_expectations.ipynb #x004
 from functools import reduce
@@ -203,12 +204,15 @@ def semidefinite_root(
     return jnp.stack(root, axis=-1)
 
 
-def standard_nodes(D: int) -> tuple[np.ndarray, np.ndarray, str]:
+def standard_nodes(
+    D: int,
+    points: int | None = None,  # In each column; None: 20, or 10 in each of three
+) -> tuple[np.ndarray, np.ndarray, str]:
     "Nodes (Q, D) and masses (Q,) for N(0, I), and their name."
     if D > 3:
         steps = D**0.5 * np.vstack([np.eye(D), -np.eye(D)])
         return steps, np.full(2 * D, 0.5 / D), f"{2 * D} sigma points"
-    points = 20 if D < 3 else 10
+    points = points or (20 if D < 3 else 10)
     nodes, masses = standard_normal_rule(points)
     grid = lambda values: np.array(list(product(values, repeat=D)))
     where = "one column" if D == 1 else f"each of {D} columns"
@@ -225,29 +229,42 @@ def looked_at(kernel: Kernel, columns: tuple[int, ...]) -> tuple[int, ...]:
     return () if type(kernel) in (Constant, White) else columns
 
 # %% ../nbs/15_expectations.ipynb #x020
+def columns_seen(
+    kernels: list[Kernel],
+    D: int,  # The columns of x
+) -> list[int]:
+    "The columns of x that any of the kernels looks at; one column if there is none."
+    every = tuple(range(D))
+    return sorted(set().union(*(looked_at(k, every) for k in kernels))) or [0]
+
+
+def node_steps(
+    seen: list[int],  # Columns that matter, in order
+    cov: Array,  # Of the inputs, (N, D, D)
+    points: int | None = None,  # As for `standard_nodes`
+) -> tuple[Array, Array]:  # (Q, N, D) and (Q,)
+    "Nodes of x less its mean, and their masses; other columns follow on average."
+    order = seen + [d for d in range(cov.shape[-1]) if d not in seen]
+    root = semidefinite_root(cov[:, order][:, :, order], len(seen))
+    nodes, masses, _ = standard_nodes(len(seen), points)
+    steps = root[:, np.argsort(order)] @ jnp.asarray(nodes, cov.dtype)[:, None, :, None]
+    return steps[..., 0], jnp.asarray(masses, cov.dtype)
+
+
 def _over_nodes(function, kernels, mean, cov):
     "The average of function(x) over nodes of x (N, D), one set of nodes at a time."
-    D, dtype = mean.shape[1], mean.dtype
-    seen = sorted(set().union(*(looked_at(k, tuple(range(D))) for k in kernels)))
-    seen = seen or [0]
-    order = seen + [d for d in range(D) if d not in seen]
-    root = semidefinite_root(cov[:, order][:, :, order], len(seen))
-    root = root[:, np.argsort(order)]
-    nodes, masses, _ = standard_nodes(len(seen))
-
     @jax.checkpoint
     def add(total, node):
         step, mass = node
-        return jax.tree.map(lambda a, b: a + mass * b, total,
-                            function(mean + root @ step)), None
+        return jax.tree.map(lambda a, b: a + mass * b, total, function(mean + step)), None
 
     zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype),
                          jax.eval_shape(function, mean))
-    nodes = jnp.asarray(nodes, dtype), jnp.asarray(masses, dtype)
+    nodes = node_steps(columns_seen(kernels, mean.shape[1]), cov)
     return lax.scan(add, zeros, nodes)[0]
 
 # %% ../nbs/15_expectations.ipynb #x022
-def _gaussians(mean, cov, *inputs):
+def check_gaussians(mean, cov, *inputs):
     "Means (N, D), covariances (N, D, D) and inputs (M, D) that fit; else ValueError."
     mean, cov = as_float(mean, "mean"), as_float(cov, "cov")
     if mean.ndim != 2:
@@ -262,8 +279,11 @@ def _gaussians(mean, cov, *inputs):
     return mean, cov
 
 
-def _full(cov):
-    return cov if cov.ndim == 3 else cov[:, :, None] * jnp.eye(cov.shape[1])
+def full_covariances(cov: Array) -> Array:
+    "Matrices (N, D, D), as they are, or with variances (N, D) on the diagonals."
+    if cov.ndim == 3:
+        return cov
+    return cov[:, :, None] * jnp.eye(cov.shape[1], dtype=cov.dtype)
 
 
 def _closed(kernel, D):
@@ -284,7 +304,7 @@ def expectation_rule(
     kernel = unwrap(kernel)
     if _closed(kernel, num_dims) is not None:
         return "closed form"
-    return standard_nodes(len(looked_at(kernel, tuple(range(num_dims)))))[2]
+    return standard_nodes(len(columns_seen([kernel], num_dims)))[2]
 
 # %% ../nbs/15_expectations.ipynb #x023
 @precise
@@ -294,12 +314,12 @@ def expected_diag(
     cov: Array,  # (N, D, D), or (N, D) for independent columns
 ) -> Array:  # (N,)
     "ψ₀ = E k(x, x), @eq-expectations. Raises ValueError if shapes do not fit."
-    kernel, (mean, cov) = unwrap(kernel), _gaussians(mean, cov)
+    kernel, (mean, cov) = unwrap(kernel), check_gaussians(mean, cov)
     terms = _closed(kernel, mean.shape[1])
     if terms is None:
-        return _over_nodes(kernel.evaluate_diag, [kernel], mean, _full(cov))
+        return _over_nodes(kernel.evaluate_diag, [kernel], mean, full_covariances(cov))
     of_row = lambda mean, cov: _row_diag(_together(terms), mean, cov)
-    return jax.vmap(of_row)(mean, _full(cov))
+    return jax.vmap(of_row)(mean, full_covariances(cov))
 
 
 @precise
@@ -310,16 +330,17 @@ def expected_kernel(
     Z: Array,  # (M, D)
 ) -> Array:  # (N, M)
     "ψ₁ = E k(x, Z), @eq-expectations. Raises ValueError if shapes do not fit."
-    kernel, (mean, cov) = unwrap(kernel), _gaussians(mean, cov, Z)
+    kernel, (mean, cov) = unwrap(kernel), check_gaussians(mean, cov, Z)
     terms = _closed(kernel, mean.shape[1])
     if terms is None:
         at_nodes = lambda X: kernel.evaluate(X, Z)
-        return _over_nodes(at_nodes, [kernel], mean, _full(cov))
+        return _over_nodes(at_nodes, [kernel], mean, full_covariances(cov))
     terms = _off_diagonal(terms)
     if cov.ndim == 2 and terms.c.size == 0:
         bumps = lambda a: a[0] * jnp.exp(log_bump(mean, cov, Z, a[1]))
         return sum(map(bumps, zip(terms.variance, terms.r)))
-    return jax.vmap(lambda *row: _row_kernel(terms, *row, Z))(mean, _full(cov))
+    of_row = lambda *row: _row_kernel(terms, *row, Z)
+    return jax.vmap(of_row)(mean, full_covariances(cov))
 
 # %% ../nbs/15_expectations.ipynb #x024
 @precise
@@ -330,8 +351,8 @@ def expected_input_kernel(
     Z: Array,  # (M, D)
 ) -> Array:  # (N, M, D)
     "E k(x, Z) x, @eq-kernel-stein. Raises ValueError if shapes do not fit."
-    kernel, (mean, cov) = unwrap(kernel), _gaussians(mean, cov, Z)
-    cov = _full(cov)
+    kernel, (mean, cov) = unwrap(kernel), check_gaussians(mean, cov, Z)
+    cov = full_covariances(cov)
     if _closed(kernel, mean.shape[1]) is None:
         at_nodes = lambda X: kernel.evaluate(X, Z)[:, :, None] * X[:, None]
         return _over_nodes(at_nodes, [kernel], mean, cov)
@@ -355,17 +376,17 @@ def expected_product(
     "Ψ₂ = E k(Z, x) k₂(x, Z2), @eq-expectations. Raises ValueError as the others."
     kernel, kernel2 = unwrap(kernel), unwrap(kernel if kernel2 is None else kernel2)
     Z2 = Z if Z2 is None else Z2
-    mean, cov = _gaussians(mean, cov, Z, Z2)
+    mean, cov = check_gaussians(mean, cov, Z, Z2)
     both = [_closed(k, mean.shape[1]) for k in (kernel, kernel2)]
     if None in both:
         outer = lambda X: (kernel.evaluate(X, Z)[:, :, None]
                            * kernel2.evaluate(X, Z2)[:, None])
-        return _over_nodes(outer, [kernel, kernel2], mean, _full(cov))
+        return _over_nodes(outer, [kernel, kernel2], mean, full_covariances(cov))
     a, b = map(_off_diagonal, both)
     if cov.ndim == 2 and a.c.size == b.c.size == 0:
         return _product_of_bumps(a, b, mean, cov, Z, Z2)
     of_row = lambda row: _row_product(a, b, *row, Z, Z2)
-    rows = mean, _full(cov)
+    rows = mean, full_covariances(cov)
     return lax.map(jax.checkpoint(of_row), rows, batch_size=ROWS_AT_ONCE)
 
 # %% ../nbs/15_expectations.ipynb #x026

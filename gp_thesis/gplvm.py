@@ -728,3 +728,8 @@ def _row_log_density(post, latents, Y, noise):
 
 
 WIDER = 1.5  # deviations of the draws, in units of those of q(x)
+
+# %% ../nbs/61_latent_variables.ipynb #v073b
+import gp_thesis
+
+gp_thesis._explain()  # for `help()`: this module is not imported with the package

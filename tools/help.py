@@ -14,9 +14,12 @@ from types import ModuleType
 from typing import NamedTuple
 
 import gp_thesis.estimators
+import gp_thesis.gplvm
+import gp_thesis.gpssm
 import gp_thesis.mcmc
 import gp_thesis.plotting
 import gp_thesis.processes
+import gp_thesis.propagation
 
 from .crossref import read_book
 
