@@ -344,10 +344,9 @@ def check_noise(model):
 class GPLVM(SVGP):
     """Variational inference of functions and of their inputs, @eq-gplvm-bound.
 
-    A batch is (rows, Y): numbers of rows, (B,), and what was observed there, (B,) or
-    (B, P), NaN where nothing was. In closed form for Gaussian noise, `InducingPoints`
-    and kernels that `gp_thesis.expectations` can average, in O(B M² (P + Q) + P M³);
-    by draws of x for all others. [@titsias2010; @lalchand2022gplvm]"""
+    A batch is (rows, Y): row numbers, (B,), and what was seen there, (B,) or (B, P), NaN
+    where nothing was. Gaussian noise, `InducingPoints` and kernels with known averages:
+    O(B M² (P + Q) + P M³), else draws. [@titsias2010; @lalchand2022gplvm]"""
     latents: Latents
     samples: int | None = eqx.field(static=True)
     batch: ClassVar[tuple[str, str]] = ("rows", "Y")
@@ -366,8 +365,7 @@ class GPLVM(SVGP):
     ):
         super().__init__(model, inducing, num_latents)
         means = start_means(model, num_rows, latent_dims, start)
-        self.latents = latent_start(means, full)
-        self.samples = samples
+        self.latents, self.samples = latent_start(means, full), samples
         check_latents(self)
         check_closed(self) if samples is None else check_count(samples, "samples")
 
