@@ -7,7 +7,7 @@ small problem: every library's bound, which must agree, or the exit status is 1.
 outputs, ten latent columns, fifty inducing points: all begin at the same place and take so many iterations of their own L-BFGS-B.
 The numbers of what they end with are put into one class of ours, which says the bound there, how probable rows are that were held
 out, and how many rows have their nearest neighbour in another class. Each runs in a process of its own, one after the other. Last
-the rows a second of steps of Adam by minibatches, which only this package has. Writes results/latent_variables.json, with the small
+the rows a second of steps of Adam by minibatches with this package. Writes results/latent_variables.json, with the small
 problem, so that tests/test_gplvm.py can compare without peers at hand."""
 
 import argparse
