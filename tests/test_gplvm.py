@@ -121,18 +121,18 @@ def test_the_uncollapsed_bound_lies_below_and_touches_at_the_best_q(kernel, root
             assert all(np.allclose(a, b, atol=1e-8) for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs)))
 
 
-def moments_of_f(q, root, share=0.0):
+def moments_of_f(q, root, means=MEANS):
     "Mean and variance of f(x_n) under q(f) and q(x_n), (N, P), by quadrature."
     L = np.linalg.cholesky(lifted(KERNELS["RBF"]))
-    means, variances = [], []
-    for mean, R in zip(MEANS, root):
+    expected, variances = [], []
+    for mean, R in zip(means, root):
         X, mass = nodes(mean, R)
         A = np.linalg.solve(L, np.asarray(unwrap(KERNELS["RBF"]).evaluate(jnp.asarray(Z), jnp.asarray(X))))
         f = 0.2 + A.T @ q.m
         v = (1.3 - np.sum(A**2, axis=0) + np.sum(np.einsum("pij,is->pjs", q.S_factor, A) ** 2, axis=1)).T
-        means.append(mass @ f)
+        expected.append(mass @ f)
         variances.append(mass @ v + mass @ (f - mass @ f) ** 2)
-    return np.array(means), np.array(variances)
+    return np.array(expected), np.array(variances)
 
 
 @pytest.mark.parametrize("root", [DEVIATIONS, ROOTS], ids=["independent columns", "full"])
@@ -148,37 +148,25 @@ def log_integral(precision, shift):
     return 0.5 * shift @ np.linalg.solve(precision, shift) - 0.5 * np.linalg.slogdet(precision)[1]
 
 
+def without_a_share(m, R, count, power):
+    "Of N(m, R Rᵀ) whose prior N(0, I) has so many equal sites: their part of the energy, and mean and root of the cavity."
+    precision = np.linalg.inv(R @ R.T)
+    site, shift = (precision - np.eye(len(m))) / count, precision @ m / count
+    left = np.eye(len(m)) + (count - power) * site, (count - power) * shift
+    G, S = log_integral(precision, precision @ m), np.linalg.inv(left[0])
+    return G + count / power * (log_integral(*left) - G), S @ left[1], np.linalg.cholesky(S)
+
+
 @pytest.mark.parametrize("power", [0.3, 1.0])
 @pytest.mark.parametrize("root", [DEVIATIONS, ROOTS], ids=["independent columns", "full"])
 def test_the_energy_is_that_of_equal_sites(root, power):
     "N P sites, each a factor of one u and one x, in natural parameters."
-    q, energy, cavity = some_q(), 0.0, []
-    seen = np.maximum(np.sum(~np.isnan(GAPS), axis=1), 1)
-    for m, R in zip(q.m.T, q.S_factor):
-        precision = np.linalg.inv(R @ R.T)
-        T, nu = (precision - np.eye(M)) / N, precision @ m / N
-        rest = np.eye(M) + (N - power) * T, (N - power) * nu
-        G = log_integral(precision, precision @ m)
-        energy += G + N / power * (log_integral(*rest) - G)
-        S = np.linalg.inv(rest[0])
-        cavity.append((S @ rest[1], np.linalg.cholesky(S)))
-    inputs = []
-    for mean, R, count in zip(MEANS, root, seen):
-        R = R if R.ndim == 2 else np.diag(R)
-        precision = np.linalg.inv(R @ R.T)
-        T, nu = (precision - np.eye(Q)) / count, precision @ mean / count
-        rest = np.eye(Q) + (count - power) * T, (count - power) * nu
-        G = log_integral(precision, precision @ mean)
-        energy += G + count / power * (log_integral(*rest) - G)
-        S = np.linalg.inv(rest[0])
-        inputs.append((S @ rest[1], np.linalg.cholesky(S)))
-    rest = VariationalGaussian(np.array([m for m, _ in cavity]).T, np.array([R for _, R in cavity]))
-    held = MEANS.copy()
-    try:
-        MEANS[:] = [m for m, _ in inputs]
-        f, var = moments_of_f(rest, np.array([R for _, R in inputs]))
-    finally:
-        MEANS[:] = held
+    q, seen = some_q(), np.maximum(np.sum(~np.isnan(GAPS), axis=1), 1)
+    of_u = [without_a_share(m, R, N, power) for m, R in zip(q.m.T, q.S_factor)]
+    of_x = [without_a_share(m, R if R.ndim == 2 else np.diag(R), count, power) for m, R, count in zip(MEANS, root, seen)]
+    energy = sum(each[0] for each in of_u + of_x)
+    rest = VariationalGaussian(np.array([m for _, m, _ in of_u]).T, np.array([R for *_, R in of_u]))
+    f, var = moments_of_f(rest, np.array([R for *_, R in of_x]), [m for _, m, _ in of_x])
     tilted = -0.5 * (power * np.log(2 * np.pi * 0.15) + np.log1p(power * var / 0.15) + power * (GAPS - f) ** 2 / (0.15 + power * var))
     ours = kind(ApproximatePowerGPLVM, root, q, power=power).objective(ROWS, GAPS)
     assert np.isclose(ours, energy + np.nansum(tilted) / power, rtol=1e-8)
@@ -511,7 +499,7 @@ PEERS = json.loads((TOP / "benchmarks" / "results" / "latent_variables.json").re
 
 @pytest.mark.parametrize("library", ["gpflow", "gpy"])
 def test_the_bound_is_that_of_peers(library):
-    "benchmarks/latent_variables.py made the numbers; All add 1e-8 to the diagonal of the kernel matrix of Z, GPy not times the variance."
+    "benchmarks/latent_variables.py made the numbers; all add 1e-8 to the diagonal of the kernel matrix of Z, GPy not times the variance."
     p = {name: np.asarray(value) for name, value in PEERS["small"].items() if name != "bounds"}
     prior = gpt.GP(gpt.RBF(p["lengthscale"], p["variance"].item()), gpt.Gaussian(p["noise"].item()))
     approx = CollapsedGPLVM(prior, gpt.InducingPoints(p["Z"]), *p["mean"].shape)
