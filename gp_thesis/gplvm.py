@@ -344,7 +344,7 @@ def check_noise(model):
 class GPLVM(SVGP):
     """Variational inference of functions and of their inputs, @eq-gplvm-bound.
 
-    A batch is (rows, Y): row numbers, (B,), and what was seen there, (B,) or (B, P), NaN
+    A batch is (rows, Y): row numbers (B,), and what was seen there, (B,) or (B, P), NaN
     where nothing was. Gaussian noise, `InducingPoints` and kernels with known averages:
     O(B M² (P + Q) + P M³), else draws. [@titsias2010; @lalchand2022gplvm]"""
     latents: Latents
