@@ -353,8 +353,9 @@ def save(
     where no file can be written."""
     if not isinstance(module, eqx.Module):
         raise ValueError("module must be a model, an approximation, a posterior or "
-                         "another equinox module; of the result of a fit, save "
-                         f"result.approx; got {type(module).__name__}")
+                         "another equinox module; of what `fit` returns save "
+                         "result.approx, of what `sample` returns run.posterior; got "
+                         f"{type(module).__name__}")
     arrays, path = {}, Path(path)
     if not path.absolute().parent.is_dir():
         raise FileNotFoundError(f"there is no folder for {path}")

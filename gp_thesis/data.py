@@ -829,7 +829,7 @@ def from_table(X, name: str = "X"):
     if hasattr(X, "to_numpy"):  # a single column
         if not (found := X.to_numpy()).dtype.kind in "biuf":
             raise ValueError(f"{name} must be numbers without gaps, but column "
-                             f"{X.name!r} is {X.dtype}")
+                             f"{X.name!r} {_no_number(X)}")
         return found
     return X
 
@@ -837,10 +837,12 @@ def from_table(X, name: str = "X"):
 def _no_number(column) -> str | None:
     "What a column of a table is or has that is no number, if there is such."
     values = column.to_numpy()
-    if values.dtype.kind not in "biuf":
+    numbers = values.dtype.kind in "biuf"
+    if not numbers and getattr(column.dtype, "kind", "O") not in "biuf":
         return f"is {column.dtype}"
-    if not (finite := np.isfinite(values)).all():
-        return f"has NaN or infinity, first in row {finite.argmin()}"
+    broken = ~np.isfinite(values) if numbers else column.isna().to_numpy()
+    if broken.any():
+        return f"has NaN or infinity, first in row {broken.argmax()}"
 
 
 def _floats(X) -> np.ndarray:

@@ -306,18 +306,20 @@ class Approximation(eqx.Module, metaclass=Suggesting):
     num_rows: ClassVar[int | None] = None  # with parameters of their own, if rows have
 
     @final
+    @suggesting
     def objective(self, *batch, num_data=None, key=None) -> Float[Array, ""]:
         """What is to be maximised: a log evidence, a bound on it or an estimate of it.
 
-        A batch is (X, y) if the class does not say otherwise, and may stand for
-        `num_data` rows. Raises ValueError for unusable data, and
-        `equinox.EquinoxRuntimeError` for a matrix that cannot be factorised."""
+        A batch is (X, y), if the class says nothing else, and may stand for `num_data`
+        rows. To compile: `jax.jit(lambda X, y: a.objective(X, y))`. ValueError for
+        unusable data, `equinox.EquinoxRuntimeError` for a matrix without a factor."""
         batch = _observed(self, self.check(*batch))
         weight = _weight(self, len(batch[0]), num_data)
         key = _sample_key(self, key)
         return compiled(type(self).bound, self, *batch, *weight, *key)
 
     @final
+    @suggesting
     def posterior(self, X=None, y=None) -> Posterior:
         "q(f), from the data again where it needs them. Raises as `objective` does."
         needs = self.posterior_needs
@@ -361,7 +363,7 @@ def caution_jitter(model, X):
             f"K + σ²I of size {len(X)} x {len(X)} is singular to rounding with a noise "
             f"variance of {noise:.1g}: at least {least:.1g} was added to its diagonal, "
             "and what is returned belongs to that sum. Raise the noise variance, drop "
-            "duplicated inputs or use float64.", stacklevel=6)
+            "duplicated inputs or use float64.", stacklevel=7)
 
 # %% ../nbs/12_regression.ipynb #c016
 class Exact(Approximation):

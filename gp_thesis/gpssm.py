@@ -1063,14 +1063,15 @@ class PowerGPSSM(eqx.Module, metaclass=Suggesting):
     model: StateSpace
     inducing: InducingVariables  # points of f, on states and controls
     controls: Fixed              # (T, C)
-    power: float = eqx.field(static=True)
+    power: Fixed                 # α in (0, 1]
 
     def __init__(self, model, inducing, num_steps: int, power: float = 1.0,
                  controls=None):
         check_power_model(model, inducing, power)
-        self.model, self.inducing, self.power = model, inducing, float(power)
+        self.model, self.inducing = model, inducing
         C, dtype = inducing.num_dims - model.num_states, float_dtype(model)
         self.controls = Fixed(check_controls(controls, num_steps, C, dtype))
+        self.power = Fixed(np.asarray(power, dtype))
 
     def start(self, Y, states: FactorisedStates, q=None) -> Site:
         "Sites to begin with: those of states and q(v), or of its prior."
@@ -1161,7 +1162,7 @@ class CoupledStates(eqx.Module, metaclass=Suggesting):
     def __init__(
         self,
         mean,  # Where the states may be, (T + 1, D)
-        gain: float = 0.5,  # A to begin with: how much of a state is the function's
+        gain: float = 0.0,  # A to begin with: how much of a state is the function's
         scale=0.3,  # Where deviations begin: a number, or (D,)
     ):
         mean = unwrap(free(mean, name="mean"))

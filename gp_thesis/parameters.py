@@ -131,10 +131,18 @@ def as_float(value, name: str = "value") -> Array:
             value = jax.device_put(np.array(value))  # a copy, and nothing to compile
     except (TypeError, ValueError) as error:
         raise ValueError(f"{name} must be a number or an array of numbers, "
-                         f"got {type(value).__name__}") from error
+                         f"got {_no_numbers(value)}") from error
     if jnp.issubdtype(value.dtype, jnp.complexfloating):
         raise ValueError(f"{name} must be real, got dtype {value.dtype}")
     return value if jnp.issubdtype(value.dtype, jnp.floating) else value.astype(float)
+
+
+def _no_numbers(value) -> str:
+    "What a value is that is no array of numbers, and the first entry that is none."
+    array, name = isinstance(value, np.ndarray), type(value).__name__
+    entries = value.tolist() if array else value if isinstance(value, list) else []
+    odd = [x for x in jax.tree.leaves(entries) if not isinstance(x, (int, float))]
+    return f"{name} with {odd[0]!r} in it" if odd else name
 
 # %% ../nbs/01_parameters.ipynb #c010b
 def fill_triangle(

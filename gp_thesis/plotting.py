@@ -61,6 +61,7 @@ def _column(name: str, value, size: int | None = None) -> np.ndarray:
     fits = vector.ndim == 1 and size in (None, vector.size)
     if not fits or not np.isfinite(vector).all():
         expected = "(N,) or (N, 1)" if size is None else f"({size},) or ({size}, 1)"
+        expected += ", or (N, 2) for two inputs" * (name == "Xs")
         raise ValueError(f"{name} has shape {np.shape(value)}; "
                          f"accepted: {expected}, all entries finite")
     return vector

@@ -114,13 +114,15 @@ def check_count(number, name: str):
 def zeros_for(
     model: GP,
     num_data: int,  # N
-    num_latents: int = 1,  # P
+    num_latents: int | None = None,  # P; None: as many as y needs, or 1
 ) -> np.ndarray:  # (N,), or (N, P) if P > 1
     "Zeros for each data point and latent function, in the dtype of the model."
     if not isinstance(model, GP):
         raise ValueError(f"model must be a gp_thesis GP, got {type(model).__name__}")
+    needed = model.likelihood.num_latents
+    num_latents = needed or 1 if num_latents is None else num_latents
     check_count(num_data, "num_data"), check_count(num_latents, "num_latents")
-    if num_latents != (needed := model.likelihood.num_latents or num_latents):
+    if num_latents != (needed or num_latents):
         raise ValueError(f"{type(model.likelihood).__name__} looks at {needed} latent "
                          "functions at once: num_latents must be that, "
                          f"got {num_latents}")
@@ -150,7 +152,7 @@ class MeanField(Approximation):
         self, model: GP,
         num_data: int,  # N
     ):
-        self.model, self.a = model, free(zeros_for(model, num_data))
+        self.model, self.a = model, free(zeros_for(model, num_data, 1))
 
     def bound(self, X, y):
         "@eq-mean-field-bound."
@@ -266,7 +268,7 @@ class VGP(Approximation):
         self,
         model: GP,
         num_data: int,  # N
-        num_latents: int = 1,  # P
+        num_latents: int | None = None,  # P; None: as many as y needs, or 1
     ):
         zeros = zeros_for(model, num_data, num_latents)
         self.model, self.targets = model, free(zeros)
@@ -391,7 +393,7 @@ class WhitenedVGP(Approximation):
         self,
         model: GP,
         num_data: int,  # N
-        num_latents: int = 1,  # P
+        num_latents: int | None = None,  # P; None: as many as y needs, or 1
     ):
         zeros = zeros_for(model, num_data, num_latents)
         eye = np.eye(num_data, dtype=zeros.dtype)

@@ -106,6 +106,7 @@ for member, argument in ((gpt.SVGP, "whiten"), (gpt.RBF, "active_dims"), (gpt.Fi
                          (GPRegressor, "kernel"), (plotting.plot_posterior, "Xs"), (linalg.log_density, "diagonal")):
     assert re.search(rf"^    {argument}: \\S", inspect.getdoc(member), re.M), (member, argument)
 assert re.search(r"equation 30\\.\\d+", gpt.SVGP.__doc__) and "(Hensman et al., 2015)" in gpt.SVGP.__doc__
+assert "    callback: callback(approx, steps, seconds)" in inspect.getdoc(gpt.fit)       # code keeps its letters
 print(inspect.getdoc(gpt.Exact.objective))
 """
 

@@ -135,7 +135,7 @@ def test_only_modules_are_saved_and_not_while_they_are_traced(tmp_path):
         pass
 
     for other in ({"a": 1}, gpt.RBF, None):
-        with pytest.raises(ValueError, match="module must be .* save result.approx; got"):
+        with pytest.raises(ValueError, match="module must be .* save result.approx, of what `sample` returns run.posterior; got"):
             save(tmp_path / "file", other)
     with pytest.raises(ValueError, match="cannot be saved"):
         save(tmp_path / "file", Local())

@@ -105,7 +105,7 @@ def arguments(member, source: Source, sources: dict[str, dict[str, Source]]) -> 
         nothing = issubclass(member, (Exception, type))                        # these have no signature
         said = {name: inherited.get(name) for name in ([] if nothing else inspect.signature(member).parameters)}
     said.pop("return", None)
-    said = {name: text[:1].upper() + text[1:] if re.match("[a-z]{2}", text) else text for name, text in said.items() if text}
+    said = {name: text[:1].upper() + text[1:] if re.match(r"[a-z]{2}(?!\w*\()", text) else text for name, text in said.items() if text}
     lines = ["\n", "Arguments:", *(f"    {name}: {text}" for name, text in said.items())] if said else []
     return "\n".join([*lines, *([f"\nReturns: {returns}"] if returns else [])])
 
