@@ -256,8 +256,10 @@ def float_dtype(tree):
 # %% ../nbs/12_regression.ipynb #c014b
 def _observed(approx, batch):
     "The batch; ValueError if it lacks the observations."
+    X, y = approx.batch
     if any(array is None for array in batch):
-        raise ValueError(f"{type(approx).__name__}.objective needs y: pass X and y")
+        raise ValueError(f"{type(approx).__name__}.objective needs {y}: pass {X} and "
+                         f"{y}")
     return batch
 
 
@@ -271,6 +273,9 @@ def row_weight(rows: int, num_data: int | None) -> float:
 
 def _weight(approx, rows, num_data):
     "How many rows each row stands for, as an argument of `bound` if it takes one."
+    if num_data is not None and approx.num_rows not in (None, num_data):
+        raise ValueError(f"num_data must be {approx.num_rows}, the rows that the "
+                         f"approximation has parameters for, got {num_data}")
     if not approx.needs_all_rows:
         return (np.asarray(row_weight(rows, num_data), float_dtype(approx)),)
     if num_data not in (None, rows):
@@ -296,7 +301,9 @@ class Approximation(eqx.Module, metaclass=Suggesting):
     model: eqx.AbstractVar[GP]
     needs_all_rows: ClassVar[bool] = False
     draws_samples: ClassVar[bool] = False
-    posterior_needs: ClassVar[tuple[str, ...]] = ()  # of "X" and "y"
+    batch: ClassVar[tuple[str, str]] = ("X", "y")    # what the arrays of one are called
+    posterior_needs: ClassVar[tuple[str, ...]] = ()  # of these
+    num_rows: ClassVar[int | None] = None  # with parameters of their own, if rows have
 
     @final
     @suggesting
@@ -316,7 +323,7 @@ class Approximation(eqx.Module, metaclass=Suggesting):
     def posterior(self, X=None, y=None) -> Posterior:
         "q(f), from the data again where it needs them. Raises as `objective` does."
         needs = self.posterior_needs
-        if any({"X": X, "y": y}[name] is None for name in needs):
+        if any(dict(zip(self.batch, (X, y)))[name] is None for name in needs):
             raise ValueError(f"{type(self).__name__}.posterior needs the data again: "
                              f"pass {' and '.join(needs)}")
         data = () if X is None else self.check(X, y)
