@@ -122,7 +122,6 @@ class GaussianPosterior(Posterior):
     raise ValueError if Xs is not a finite (S, D) matrix in the model's dtype."""
     model: eqx.AbstractVar[GP]       # with plain arrays in the place of parameters
     num_dims: eqx.AbstractVar[int]   # D
-
     @abstractmethod
     def latent_marginals(self, Xs: Array) -> tuple[Array, Array]: ...
     @abstractmethod
@@ -149,6 +148,7 @@ class GaussianPosterior(Posterior):
         ys = in_dtype(self.model.likelihood.check(ys), float_dtype(self.model))
         return compiled(_log_predictive_density, self, self.check(Xs), ys)
 
+    @suggesting
     def quantiles(self, Xs, q) -> Array:
         "Of a new y: (S, *P) for a level q in (0, 1), (Q, S, *P) for (Q,) of them."
         return compiled(_quantiles, self, self.check(Xs), check_levels(q, self))
