@@ -32,6 +32,8 @@ from numpyro.distributions import Distribution
 from numpyro.distributions.constraints import Constraint
 from numpyro.distributions.transforms import Transform
 
+from .parameters import suggesting
+
 # %% ../nbs/07_checkpoints.ipynb #k006
 def is_key(array: Array) -> bool:
     "Whether an array holds typed random keys."
@@ -343,6 +345,7 @@ def _caution_precision(arrays, head, path):
 FORMAT = 2  # of the files that `save` writes
 
 
+@suggesting
 def save(
     path: str | Path,  # A file, replaced if it is there
     module: eqx.Module,  # A model, an approximation, a posterior, `Fit.approx`

@@ -270,8 +270,8 @@ def settle(rounds: Rounds, theta) -> Settled:
         f"EP: no fixed point in {rounds.limit} rounds. A likelihood that is not "
         "log-concave may have none: a StudentT with a larger scale has one sooner, and "
         "so has a kernel with less variance or a longer lengthscale, and PowerEP with "
-        "a smaller power. Else try a smaller rate, more rounds or sequential=True; VGP "
-        "needs no fixed point."))
+        "a smaller power. Else try a smaller rate, more rounds or sequential=True, or "
+        "float64 for one that rounding hides; VGP needs no fixed point."))
     return solution(s, theta, residual=mismatch)
 
 
@@ -583,6 +583,7 @@ def _factors(approx, X, y):
     return best_centres((stage, y)), stage.spread
 
 # %% ../nbs/31_expectation_propagation.ipynb #c044
+@suggesting
 @precise
 def weak_bound(
     q: InducingPosterior | PointPosterior,  # Any q(u), and a model with the probit link

@@ -122,7 +122,6 @@ class GaussianPosterior(Posterior):
     raise ValueError if Xs is not a finite (S, D) matrix in the model's dtype."""
     model: eqx.AbstractVar[GP]       # with plain arrays in the place of parameters
     num_dims: eqx.AbstractVar[int]   # D
-
     @abstractmethod
     def latent_marginals(self, Xs: Array) -> tuple[Array, Array]: ...
     @abstractmethod
@@ -149,6 +148,7 @@ class GaussianPosterior(Posterior):
         ys = in_dtype(self.model.likelihood.check(ys), float_dtype(self.model))
         return compiled(_log_predictive_density, self, self.check(Xs), ys)
 
+    @suggesting
     def quantiles(self, Xs, q) -> Array:
         "Of a new y: (S, *P) for a level q in (0, 1), (Q, S, *P) for (Q,) of them."
         return compiled(_quantiles, self, self.check(Xs), check_levels(q, self))
@@ -293,6 +293,15 @@ def _sample_key(approx, key):
                          f"random key such as jax.random.key(0), got {key!r}")
     return (key,)
 
+
+def _again(approx, X, y):
+    "The data that q(f) needs, checked; ValueError where they are missing."
+    needs, given = approx.posterior_needs, dict(zip(approx.batch, (X, y)))
+    if any(given[name] is None for name in needs):
+        raise ValueError(f"{type(approx).__name__}.posterior needs the data again: "
+                         f"pass {' and '.join(needs)}")
+    return () if X is None else approx.check(X, y)[:len(needs)]
+
 # %% ../nbs/12_regression.ipynb #c014c
 class Approximation(eqx.Module, metaclass=Suggesting):
     """How to compute with a model. A subclass writes, on plain arrays, what is
@@ -314,20 +323,14 @@ class Approximation(eqx.Module, metaclass=Suggesting):
         rows. To compile: `jax.jit(lambda X, y: a.objective(X, y))`. ValueError for
         unusable data, `equinox.EquinoxRuntimeError` for a matrix without a factor."""
         batch = _observed(self, self.check(*batch))
-        weight = _weight(self, len(batch[0]), num_data)
-        key = _sample_key(self, key)
-        return compiled(type(self).bound, self, *batch, *weight, *key)
+        more = *_weight(self, len(batch[0]), num_data), *_sample_key(self, key)
+        return compiled(type(self).bound, self, *batch, *more)
 
     @final
     @suggesting
     def posterior(self, X=None, y=None) -> Posterior:
         "q(f), from the data again where it needs them. Raises as `objective` does."
-        needs = self.posterior_needs
-        if any(dict(zip(self.batch, (X, y)))[name] is None for name in needs):
-            raise ValueError(f"{type(self).__name__}.posterior needs the data again: "
-                             f"pass {' and '.join(needs)}")
-        data = () if X is None else self.check(X, y)
-        return compiled(type(self).q_f, self, *data[:len(needs)])
+        return compiled(type(self).q_f, self, *_again(self, X, y))
 
     def check(self, X, y=None) -> tuple[Array, ...]:
         "A batch as arrays that fit the model and this class; else a ValueError."

@@ -13,6 +13,8 @@ import numpy as np
 import seaborn as sns
 from matplotlib.axes import Axes
 
+from .parameters import suggesting
+
 # %% ../nbs/05_plotting.ipynb #c006
 DATA = "#222222"  # measurements
 POSTERIOR = "#0173b2"  # the posterior that a figure is about
@@ -80,6 +82,7 @@ def _check_pair(X, y):
         raise ValueError("X and y go together; one of them is None")
 
 # %% ../nbs/05_plotting.ipynb #c013
+@suggesting
 def plot_posterior(
     ax: Axes,
     Xs,  # inputs, (N,) or (N, 1); or (N, 2), on a grid or anywhere

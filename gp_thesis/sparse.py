@@ -334,6 +334,7 @@ def PITC(
     return PowerEPRegression(model, inducing, power=1.0, blocks=blocks)
 
 # %% ../nbs/23_sparse_regression.ipynb #c067
+@suggesting
 @precise
 def uncollapsed_bound(
     q: InducingPosterior,  # Any q(u), and a model with any likelihood

@@ -318,6 +318,7 @@ def _move(gamma, node, gradient, other):
     return _natural_update(node, gradient, gamma)
 
 # %% ../nbs/30_classification.ipynb #c038
+@suggesting
 def adadelta(
     step_rate=0.05,  # A factor on each step: a number, or a schedule
     momentum: float = 0.9,  # How much of the last step goes on

@@ -25,7 +25,8 @@ from .likelihoods import tilted_moments
 from .linalg import (
     JITTER, cholesky, fails_with_nan, inverse_lower, inverses, log_determinant,
     nan_on_failure, precise, solve_lower, solve_upper)
-from .parameters import Parameter, free, lower_triangular, positive, unwrap
+from .parameters import (
+    Parameter, free, lower_triangular, positive, suggesting, unwrap)
 from .products import project
 
 # %% ../nbs/20_variational.ipynb #c017
@@ -170,11 +171,11 @@ class MeanField(Approximation):
     def latent_shape(self, rows):
         return unwrap(self.a).shape
 
+    @suggesting
     def coordinate_ascent(self, X, y, sweeps: int = 1) -> "MeanField":
         "The same after `sweeps` rounds of setting each a_i to its best for the others."
         check_count(sweeps, "sweeps")
-        X, y = self.check(X, y)
-        a = compiled(_coordinate_ascent, self, X, y, jnp.asarray(sweeps))
+        a = compiled(_coordinate_ascent, self, *self.check(X, y), jnp.asarray(sweeps))
         return eqx.tree_at(lambda approx: approx.a, self, free(a))
 
 # %% ../nbs/20_variational.ipynb #c030
@@ -265,8 +266,7 @@ class VGP(Approximation):
     posterior_needs: ClassVar[tuple[str, ...]] = ("X",)
 
     def __init__(
-        self,
-        model: GP,
+        self, model: GP,
         num_data: int,  # N
         num_latents: int | None = None,  # P; None: as many as y needs, or 1
     ):
@@ -283,6 +283,7 @@ class VGP(Approximation):
     def latent_shape(self, rows):
         return unwrap(self.targets).shape
 
+    @suggesting
     def fixed_point(self, X, y, rounds: int = 1, rate: float = 1.0) -> "VGP":
         "The same after `rounds` of @eq-fixed-point, each at most a `rate` of the way."
         check_count(rounds, "rounds")

@@ -11,6 +11,7 @@ from sklearn.gaussian_process import GaussianProcessRegressor
 from sklearn.gaussian_process import kernels as sk
 
 import gp_thesis as gpt
+from gp_thesis import plotting
 from gp_thesis.data import snelson, standardise, uci
 
 rng = np.random.default_rng(0)
@@ -223,6 +224,17 @@ def test_bad_models_and_queries_are_refused():
     (lambda: gpt.Exact(toy_model()).posterior(*toy()[:1], Y=toy()[1]), "posterior has no argument 'Y'; it takes X, y"),
     (lambda: gpt.sample_prior(0, gpt.RBF(), toy()[0], num_sample=2), "sample_prior has no argument 'num_sample'; did you mean 'num_samples'"),
     (lambda: gpt.kmeans_centres(toy()[0], num_inducng=3), "kmeans_centres has no argument 'num_inducng'; did you mean 'num_inducing'"),
+    (lambda: gpt.Exact(toy_model()).posterior(*toy()[:2]).quantiles(toy()[2], levels=0.5), "quantiles has no argument 'levels'; it takes Xs, q"),
+    (lambda: gpt.VGP(toy_model(), 25).fixed_point(*toy()[:2], round=3), "fixed_point has no argument 'round'; did you mean 'rounds'"),
+    (lambda: gpt.MeanField(toy_model(), 25).coordinate_ascent(*toy()[:2], steps=3), "coordinate_ascent has no argument 'steps'; "),
+    (lambda: gpt.positive(0.5, priors=None), "positive has no argument 'priors'; did you mean 'prior'"),
+    (lambda: gpt.free(0.5, named="x"), "free has no argument 'named'; did you mean 'name'"),
+    (lambda: gpt.Heteroscedastic(link="exp"), "Heteroscedastic has no argument 'link'; it takes none"),
+    (lambda: gpt.save(file="f", module=gpt.RBF()), "save has no argument 'file'; it takes path, module"),
+    (lambda: gpt.uncollapsed_bound(None, *toy()[:2], numdata=9), "uncollapsed_bound has no argument 'numdata'; did you mean 'num_data'"),
+    (lambda: gpt.weak_bound(None, *toy()[:2], numdata=9), "weak_bound has no argument 'numdata'; did you mean 'num_data'"),
+    (lambda: gpt.adadelta(step=0.1), "adadelta has no argument 'step'; did you mean 'step_rate'|it takes step_rate"),
+    (lambda: plotting.plot_posterior(None, 0, 0, 0, colour="red"), "plot_posterior has no argument 'colour'; did you mean 'color'"),
     (lambda: gpt.GPRegressor(kernal=gpt.RBF()), "GPRegressor has no argument 'kernal'; did you mean 'kernel'"),
     (lambda: gpt.GPClassifier(inducing=9), "GPClassifier has no argument 'inducing'; did you mean 'num_inducing'")])
 def test_unknown_keywords_name_the_nearest_known_one(wrong, message):
