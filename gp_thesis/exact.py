@@ -283,7 +283,7 @@ def _weight(approx, rows, num_data):
                          f"must be {rows}, the rows of X, got {num_data}")
     return ()
 
-
+# %% ../nbs/12_regression.ipynb #c014d
 def _sample_key(approx, key):
     "The key, as an argument of `bound` if it draws samples."
     if not approx.draws_samples:
