@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['ROWS_AT_ONCE', 'observed', 'Term', 'terms_of', 'mean_of_product', 'meeting_point', 'semidefinite_root',
-           'standard_nodes', 'looked_at', 'check_gaussians', 'full_covariances', 'expectation_rule', 'expected_diag',
-           'expected_kernel', 'expected_input_kernel', 'expected_product', 'weighted_distance', 'log_bump']
+           'standard_nodes', 'looked_at', 'columns_seen', 'node_steps', 'check_gaussians', 'full_covariances',
+           'expectation_rule', 'expected_diag', 'expected_kernel', 'expected_input_kernel', 'expected_product',
+           'weighted_distance', 'log_bump']
 
 # %% ../nbs/15_expectations.ipynb #x004
 from functools import reduce
@@ -203,12 +204,15 @@ def semidefinite_root(
     return jnp.stack(root, axis=-1)
 
 
-def standard_nodes(D: int) -> tuple[np.ndarray, np.ndarray, str]:
+def standard_nodes(
+    D: int,
+    points: int | None = None,  # In each column; None: 20, or 10 in each of three
+) -> tuple[np.ndarray, np.ndarray, str]:
     "Nodes (Q, D) and masses (Q,) for N(0, I), and their name."
     if D > 3:
         steps = D**0.5 * np.vstack([np.eye(D), -np.eye(D)])
         return steps, np.full(2 * D, 0.5 / D), f"{2 * D} sigma points"
-    points = 20 if D < 3 else 10
+    points = points or (20 if D < 3 else 10)
     nodes, masses = standard_normal_rule(points)
     grid = lambda values: np.array(list(product(values, repeat=D)))
     where = "one column" if D == 1 else f"each of {D} columns"
@@ -225,25 +229,38 @@ def looked_at(kernel: Kernel, columns: tuple[int, ...]) -> tuple[int, ...]:
     return () if type(kernel) in (Constant, White) else columns
 
 # %% ../nbs/15_expectations.ipynb #x020
+def columns_seen(
+    kernels: list[Kernel],
+    D: int,  # The columns of x
+) -> list[int]:
+    "The columns of x that any of the kernels looks at; one column if there is none."
+    every = tuple(range(D))
+    return sorted(set().union(*(looked_at(k, every) for k in kernels))) or [0]
+
+
+def node_steps(
+    seen: list[int],  # Columns that matter, in order
+    cov: Array,  # Of the inputs, (N, D, D)
+    points: int | None = None,  # As for `standard_nodes`
+) -> tuple[Array, Array]:  # (Q, N, D) and (Q,)
+    "Nodes of x less its mean, and their masses; other columns follow on average."
+    order = seen + [d for d in range(cov.shape[-1]) if d not in seen]
+    root = semidefinite_root(cov[:, order][:, :, order], len(seen))
+    nodes, masses, _ = standard_nodes(len(seen), points)
+    steps = root[:, np.argsort(order)] @ jnp.asarray(nodes, cov.dtype)[:, None, :, None]
+    return steps[..., 0], jnp.asarray(masses, cov.dtype)
+
+
 def _over_nodes(function, kernels, mean, cov):
     "The average of function(x) over nodes of x (N, D), one set of nodes at a time."
-    D, dtype = mean.shape[1], mean.dtype
-    seen = sorted(set().union(*(looked_at(k, tuple(range(D))) for k in kernels)))
-    seen = seen or [0]
-    order = seen + [d for d in range(D) if d not in seen]
-    root = semidefinite_root(cov[:, order][:, :, order], len(seen))
-    root = root[:, np.argsort(order)]
-    nodes, masses, _ = standard_nodes(len(seen))
-
     @jax.checkpoint
     def add(total, node):
         step, mass = node
-        return jax.tree.map(lambda a, b: a + mass * b, total,
-                            function(mean + root @ step)), None
+        return jax.tree.map(lambda a, b: a + mass * b, total, function(mean + step)), None
 
     zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype),
                          jax.eval_shape(function, mean))
-    nodes = jnp.asarray(nodes, dtype), jnp.asarray(masses, dtype)
+    nodes = node_steps(columns_seen(kernels, mean.shape[1]), cov)
     return lax.scan(add, zeros, nodes)[0]
 
 # %% ../nbs/15_expectations.ipynb #x022
@@ -262,8 +279,11 @@ def check_gaussians(mean, cov, *inputs):
     return mean, cov
 
 
-def full_covariances(cov):
-    return cov if cov.ndim == 3 else cov[:, :, None] * jnp.eye(cov.shape[1])
+def full_covariances(cov: Array) -> Array:
+    "Matrices (N, D, D), as they are, or with variances (N, D) on the diagonals."
+    if cov.ndim == 3:
+        return cov
+    return cov[:, :, None] * jnp.eye(cov.shape[1], dtype=cov.dtype)
 
 
 def _closed(kernel, D):
@@ -284,7 +304,7 @@ def expectation_rule(
     kernel = unwrap(kernel)
     if _closed(kernel, num_dims) is not None:
         return "closed form"
-    return standard_nodes(len(looked_at(kernel, tuple(range(num_dims)))))[2]
+    return standard_nodes(len(columns_seen([kernel], num_dims)))[2]
 
 # %% ../nbs/15_expectations.ipynb #x023
 @precise

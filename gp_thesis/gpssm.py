@@ -42,7 +42,7 @@ from .parameters import (
     Fixed, Parameter, Suggesting, free, lower_triangular, positive, suggesting, unwrap)
 from .products import log_normaliser, with_inverse
 from gp_thesis.propagation import (
-    Weights, affine_mean, columns, kernel_moments, linear, match, unscented,
+    Weights, affine_parts, columns, is_affine, kernel_moments, linear, match, unscented,
     with_affine_mean)
 from .svgp import (
     SeparatePosterior, VariationalGaussian, Whitened, each_latent, joined)
@@ -783,7 +783,7 @@ def step_statistics(approx, times) -> list[StepStatistics]:
     pairs, process = approx.states.pairs(times), approx.model.transition
     inputs, root = inputs_of(pairs, approx.controls[times - 1])
     D = pairs.before.shape[1]
-    W, c = affine_mean(process.mean, inputs.shape[1], D)
+    W, c = affine_parts(process.mean, inputs.shape[1], D, inputs.dtype)
     mean = pairs.after - inputs @ W - c
     onward = pairs.link - W.T @ root  # r_t = mean + onward ε + rest η
     square = jnp.sum(mean**2 + jnp.sum(onward**2 + pairs.rest**2, axis=2), axis=0)
@@ -870,11 +870,10 @@ class CollapsedGPSSM(GPSSM):
 
 def check_collapsible(model, inducing):
     "ValueError unless the averages of the collapsed bound are those of chapter 15."
-    D = getattr(model, "num_states", 1)
     if not isinstance(inducing, InducingPoints):
         raise ValueError("CollapsedGPSSM needs InducingPoints, "
                          f"got {type(inducing).__name__}")
-    if affine_mean(unwrap(model.transition.mean), inducing.num_dims, D) is None:
+    if not is_affine(model.transition.mean):
         raise ValueError("CollapsedGPSSM needs a prior mean that is affine, got "
                          f"{type(model.transition.mean).__name__}")
 
@@ -919,7 +918,7 @@ def log_partition(natural: Natural) -> Array:
 
 # %% ../nbs/62_state_space.ipynb #s052
 def with_tilted_moments(moments, slopes) -> Natural:
-    "From those of the cavity and the slopes of log Z, @eq-tilted-moments."
+    "From those of the cavity and the slopes of log Z, @eq-moments-from-slopes."
     (m, V), (g, G) = moments, slopes
     outward = g[..., :, None] * g[..., None, :] - G - jnp.swapaxes(G, -1, -2)
     return natural_of(m + jnp.einsum("...ij,...j->...i", V, g), V - V @ outward @ V)
@@ -936,8 +935,8 @@ def step_log_Z(approx, factors, moments, c) -> Array:
                        factor.inverse.T @ unknown[take(d)] @ factor.inverse)
                for d, ((inducing, kernel), factor) in enumerate(zip(groups, factors))]
     inputs, cov = jnp.concatenate([m0, c])[None], jnp.pad(V0, ((0, len(c)),) * 2)[None]
-    W, b = affine_mean(process.mean, inputs.shape[1], len(m))
-    f = with_affine_mean(kernel_moments(weights, inputs, cov), inputs, cov, W, b)
+    affine = affine_parts(process.mean, inputs.shape[1], len(m), m.dtype)
+    f = with_affine_mean(kernel_moments(weights, inputs, cov), inputs, cov, *affine)
     noise = approx.model.noise[None]
     return gaussian_log_tilted(m1 - f.mean, V1 + f.cov, noise, approx.power)[0]
 

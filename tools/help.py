@@ -17,6 +17,7 @@ import gp_thesis.estimators
 import gp_thesis.mcmc
 import gp_thesis.plotting
 import gp_thesis.processes
+import gp_thesis.propagation
 
 from .crossref import read_book
 
