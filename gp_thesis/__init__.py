@@ -65,7 +65,11 @@ def _explain():
 
 _WHEN_ASKED_FOR = {
     **dict.fromkeys(("GPRegressor", "GPClassifier"), "estimators"),
-    **dict.fromkeys(("GPMC", "SGPMC", "Mixture", "Run", "calibrate", "sample"), "mcmc")}
+    **dict.fromkeys(("GPMC", "SGPMC", "Mixture", "Run", "calibrate", "sample"), "mcmc"),
+    **dict.fromkeys((
+        "ApproximatePowerGPSSM", "CollapsedGPSSM", "CoupledGPSSM", "CoupledStates",
+        "Draws", "FactorisedStates", "GPSSM", "LinearEmission", "MarkovStates",
+        "PowerGPSSM", "PriorStates", "StateSpace", "series"), "gpssm")}
 
 
 def __getattr__(name):

@@ -1298,3 +1298,8 @@ class CoupledGPSSM(GPSSM):
         mean = jnp.mean(x, axis=0)
         cov = jnp.einsum("ntd,nte->tde", x - mean, x - mean) / number
         return SeriesPosterior(self.model, f, g, mean, cov)
+
+# %% ../nbs/62_state_space.ipynb #s130
+import gp_thesis
+
+gp_thesis._explain()  # for `help()`: this module is not imported with the package

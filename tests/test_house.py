@@ -94,7 +94,7 @@ def test_import_needs_no_extra(top):
 HELP = """
 import inspect, re, sys
 import gp_thesis as gpt
-from gp_thesis import linalg, plotting, processes, propagation
+from gp_thesis import gpssm, linalg, plotting, processes, propagation
 from gp_thesis.estimators import GPRegressor
 modules = [module for name, module in sys.modules.items() if name.startswith("gp_thesis.") and hasattr(module, "__all__")]
 public = {f"{module.__name__}.{name}": getattr(module, name) for module in modules for name in module.__all__}

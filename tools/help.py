@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 import gp_thesis.estimators
+import gp_thesis.gpssm
 import gp_thesis.mcmc
 import gp_thesis.plotting
 import gp_thesis.processes
