@@ -23,7 +23,8 @@ REGRESSION = (*EXACT, "VFE", "FITC", "power 0.5", "SVGP")
 CLASSIFICATION = ("VGP", "EP", "Laplace", "SVGP")
 SPLITS, INDUCING, STEPS, BATCH, RATE = 3, 50, 2000, 256, 0.01
 PROBLEMS = {**{f"{name} {split}": REGRESSION for name in ("yacht", "energy") for split in range(SPLITS)},
-            "breast cancer": CLASSIFICATION, "a million rows": ("SVGP",)}
+            "breast cancer": CLASSIFICATION, "a thousand rows": ("exact RBF",), "a million rows": ("SVGP",)}
+SIZES = {"a thousand rows": (1000, 3), "a million rows": (1_000_000, 8)}  # made up, N and D
 
 
 def problem(name: str) -> dict:
@@ -34,10 +35,11 @@ def problem(name: str) -> dict:
         X, y = load_breast_cancer(return_X_y=True)
         order = random.permutation(len(X))
         train, test = order[:400], order[400:]
-    elif name == "a million rows":
-        X = random.standard_normal((1_001_000, 8))
-        y = np.sin(X @ random.standard_normal((8, 3))).sum(1) + 0.3 * random.standard_normal(len(X))
-        train, test = np.arange(1_000_000), np.arange(1_000_000, len(X))
+    elif name in SIZES:
+        N, D = SIZES[name]
+        X = random.standard_normal((N + 1000, D))
+        y = np.sin(X @ random.standard_normal((D, 3))).sum(1) + 0.3 * random.standard_normal(len(X))
+        train, test = np.arange(N), np.arange(N, len(X))
     else:
         from gp_thesis.data import standard_split, uci
         data, split = name.split()

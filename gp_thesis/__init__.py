@@ -67,13 +67,17 @@ _WHEN_ASKED_FOR = {
     **dict.fromkeys(("GPRegressor", "GPClassifier"), "estimators"),
     **dict.fromkeys(("GPMC", "SGPMC", "Mixture", "Run", "calibrate", "sample"), "mcmc"),
     **dict.fromkeys((
+        "GPLVM", "ApproximatePowerGPLVM", "CollapsedGPLVM", "Latents", "PointGPLVM",
+        "infer_rows", "predict_rows", "principal_components", "row_log_density"),
+        "gplvm"),
+    **dict.fromkeys((
         "ApproximatePowerGPSSM", "CollapsedGPSSM", "CoupledGPSSM", "CoupledStates",
         "Draws", "FactorisedStates", "GPSSM", "LinearEmission", "MarkovStates",
         "PowerGPSSM", "PriorStates", "StateSpace", "series"), "gpssm")}
 
 
 def __getattr__(name):
-    "What needs scikit-learn or numpyro's samplers, when asked for."
+    "What not every user needs, when asked for."
     if name in _WHEN_ASKED_FOR:
         module = _import_module(f".{_WHEN_ASKED_FOR[name]}", __name__)
         return getattr(module, name)

@@ -32,6 +32,8 @@ from numpyro.distributions import Distribution
 from numpyro.distributions.constraints import Constraint
 from numpyro.distributions.transforms import Transform
 
+from .parameters import suggesting
+
 # %% ../nbs/07_checkpoints.ipynb #k006
 def is_key(array: Array) -> bool:
     "Whether an array holds typed random keys."
@@ -343,6 +345,7 @@ def _caution_precision(arrays, head, path):
 FORMAT = 2  # of the files that `save` writes
 
 
+@suggesting
 def save(
     path: str | Path,  # A file, replaced if it is there
     module: eqx.Module,  # A model, an approximation, a posterior, `Fit.approx`
@@ -353,8 +356,9 @@ def save(
     where no file can be written."""
     if not isinstance(module, eqx.Module):
         raise ValueError("module must be a model, an approximation, a posterior or "
-                         "another equinox module; of the result of a fit, save "
-                         f"result.approx; got {type(module).__name__}")
+                         "another equinox module; of what `fit` returns save "
+                         "result.approx, of what `sample` returns run.posterior; got "
+                         f"{type(module).__name__}")
     arrays, path = {}, Path(path)
     if not path.absolute().parent.is_dir():
         raise FileNotFoundError(f"there is no folder for {path}")

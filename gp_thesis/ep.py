@@ -7,10 +7,10 @@ __all__ = ['SLOWER', 'FASTER', 'DataPrior', 'Sites', 'full_prior', 'fitc_prior',
            'posterior_of_sites', 'marginals', 'log_mass', 'Match', 'match_moments', 'look', 'sweep', 'Rounds',
            'FixedPoint', 'no_sites', 'moved', 'small_enough', 'take_rounds', 'Settled', 'settle', 'mismatch',
            'ep_evidence', 'as_power', 'PowerEP', 'rounds_of', 'prior_of', 'theta_of', 'found_by', 'sites_to_posterior',
-           'report', 'EP', 'check_inducing_variables', 'check_ep', 'check_columns', 'GFITC', 'newton', 'Step',
-           'Convolved', 'convolve', 'sparse_mean_field_bound', 'force_on_centres', 'newton_step_on_centres',
-           'best_centres', 'check_probit', 'TwoStage', 'SparseMeanField', 'weak_bound', 'WeakBound', 'log_joint',
-           'force_on_v', 'newton_step_on_v', 'most_probable']
+           'report', 'EP', 'check_ep', 'check_columns', 'GFITC', 'newton', 'Step', 'Convolved', 'convolve',
+           'sparse_mean_field_bound', 'force_on_centres', 'newton_step_on_centres', 'best_centres', 'check_probit',
+           'TwoStage', 'SparseMeanField', 'weak_bound', 'WeakBound', 'log_joint', 'force_on_v', 'newton_step_on_v',
+           'most_probable']
 
 # %% ../nbs/31_expectation_propagation.ipynb #c004
 import warnings
@@ -30,7 +30,8 @@ from paramax import AbstractUnwrappable
 from .exact import GP, Approximation, compiled, row_weight
 from .gaussians import kl_from_cholesky
 from .inducing import (
-    InducingPosterior, InducingVariables, check_inducing, inducing_factor, projection)
+    InducingPosterior, InducingVariables, check_inducing,
+    check_inducing_variables, inducing_factor, projection)
 from .likelihoods import Bernoulli, Likelihood, tilted_moments, tilted_slopes
 from .linalg import (
     add_diagonal, cholesky, factor_or_nan, inverse_lower, log_determinant, precise)
@@ -269,8 +270,8 @@ def settle(rounds: Rounds, theta) -> Settled:
         f"EP: no fixed point in {rounds.limit} rounds. A likelihood that is not "
         "log-concave may have none: a StudentT with a larger scale has one sooner, and "
         "so has a kernel with less variance or a longer lengthscale, and PowerEP with "
-        "a smaller power. Else try a smaller rate, more rounds or sequential=True; VGP "
-        "needs no fixed point."))
+        "a smaller power. Else try a smaller rate, more rounds or sequential=True, or "
+        "float64 for one that rounding hides; VGP needs no fixed point."))
     return solution(s, theta, residual=mismatch)
 
 
@@ -397,20 +398,13 @@ def EP(
     return PowerEP(model, **settings)
 
 # %% ../nbs/31_expectation_propagation.ipynb #c023a
-def check_inducing_variables(inducing):
-    "ValueError unless these are inducing variables."
-    if not isinstance(inducing, InducingVariables):
-        raise ValueError("inducing must be inducing variables such as "
-                         f"InducingPoints(Z), got {type(inducing).__name__}")
-
-
 def check_ep(approx):
     "ValueError for a model or settings that the rounds cannot use."
     model, rate, tolerance = approx.model, approx.rate, approx.tolerance
     if not isinstance(model, GP):
         raise ValueError(f"model must be a gp_thesis GP, got {model!r}")
     if approx.inducing is not None:
-        check_inducing_variables(approx.inducing)
+        check_inducing_variables(approx.inducing, model)
     if not 0 < rate <= 1:
         raise ValueError(f"rate must be above 0 and at most 1, got {rate!r}")
     if not 0 < tolerance < 1:
@@ -434,7 +428,7 @@ def GFITC(
     """Generalised FITC: EP under FITC's prior, @eq-ep-fitc-prior. [@naish2008]
 
     With a Gaussian likelihood it is `FITC`, with all inputs inducing it is `EP`."""
-    check_inducing_variables(inducing)
+    check_inducing_variables(inducing, model)
     return PowerEP(model, inducing, **settings)
 
 # %% ../nbs/31_expectation_propagation.ipynb #c037
@@ -536,7 +530,8 @@ class TwoStage(Approximation):
     posterior_needs: ClassVar[tuple[str, ...]] = ("X", "y")
 
     def __check_init__(self):
-        check_probit(self.model), check_inducing_variables(self.inducing)
+        check_probit(self.model)
+        check_inducing_variables(self.inducing, self.model)
 
     @abstractmethod
     def whitened(self, prior: DataPrior, y: Array) -> tuple[Array, Array]:
@@ -588,6 +583,7 @@ def _factors(approx, X, y):
     return best_centres((stage, y)), stage.spread
 
 # %% ../nbs/31_expectation_propagation.ipynb #c044
+@suggesting
 @precise
 def weak_bound(
     q: InducingPosterior | PointPosterior,  # Any q(u), and a model with the probit link

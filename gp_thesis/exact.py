@@ -122,7 +122,6 @@ class GaussianPosterior(Posterior):
     raise ValueError if Xs is not a finite (S, D) matrix in the model's dtype."""
     model: eqx.AbstractVar[GP]       # with plain arrays in the place of parameters
     num_dims: eqx.AbstractVar[int]   # D
-
     @abstractmethod
     def latent_marginals(self, Xs: Array) -> tuple[Array, Array]: ...
     @abstractmethod
@@ -149,6 +148,7 @@ class GaussianPosterior(Posterior):
         ys = in_dtype(self.model.likelihood.check(ys), float_dtype(self.model))
         return compiled(_log_predictive_density, self, self.check(Xs), ys)
 
+    @suggesting
     def quantiles(self, Xs, q) -> Array:
         "Of a new y: (S, *P) for a level q in (0, 1), (Q, S, *P) for (Q,) of them."
         return compiled(_quantiles, self, self.check(Xs), check_levels(q, self))
@@ -256,8 +256,10 @@ def float_dtype(tree):
 # %% ../nbs/12_regression.ipynb #c014b
 def _observed(approx, batch):
     "The batch; ValueError if it lacks the observations."
+    X, y = approx.batch
     if any(array is None for array in batch):
-        raise ValueError(f"{type(approx).__name__}.objective needs y: pass X and y")
+        raise ValueError(f"{type(approx).__name__}.objective needs {y}: pass {X} and "
+                         f"{y}")
     return batch
 
 
@@ -271,6 +273,9 @@ def row_weight(rows: int, num_data: int | None) -> float:
 
 def _weight(approx, rows, num_data):
     "How many rows each row stands for, as an argument of `bound` if it takes one."
+    if num_data is not None and approx.num_rows not in (None, num_data):
+        raise ValueError(f"num_data must be {approx.num_rows}, the rows that the "
+                         f"approximation has parameters for, got {num_data}")
     if not approx.needs_all_rows:
         return (np.asarray(row_weight(rows, num_data), float_dtype(approx)),)
     if num_data not in (None, rows):
@@ -288,6 +293,15 @@ def _sample_key(approx, key):
                          f"random key such as jax.random.key(0), got {key!r}")
     return (key,)
 
+
+def _again(approx, X, y):
+    "The data that q(f) needs, checked; ValueError where they are missing."
+    needs, given = approx.posterior_needs, dict(zip(approx.batch, (X, y)))
+    if any(given[name] is None for name in needs):
+        raise ValueError(f"{type(approx).__name__}.posterior needs the data again: "
+                         f"pass {' and '.join(needs)}")
+    return () if X is None else approx.check(X, y)[:len(needs)]
+
 # %% ../nbs/12_regression.ipynb #c014c
 class Approximation(eqx.Module, metaclass=Suggesting):
     """How to compute with a model. A subclass writes, on plain arrays, what is
@@ -296,29 +310,27 @@ class Approximation(eqx.Module, metaclass=Suggesting):
     model: eqx.AbstractVar[GP]
     needs_all_rows: ClassVar[bool] = False
     draws_samples: ClassVar[bool] = False
-    posterior_needs: ClassVar[tuple[str, ...]] = ()  # of "X" and "y"
+    batch: ClassVar[tuple[str, str]] = ("X", "y")    # what the arrays of one are called
+    posterior_needs: ClassVar[tuple[str, ...]] = ()  # of these
+    num_rows: ClassVar[int | None] = None  # with parameters of their own, if rows have
 
     @final
+    @suggesting
     def objective(self, *batch, num_data=None, key=None) -> Float[Array, ""]:
         """What is to be maximised: a log evidence, a bound on it or an estimate of it.
 
-        A batch is (X, y) if the class does not say otherwise, and may stand for
-        `num_data` rows. Raises ValueError for unusable data, and
-        `equinox.EquinoxRuntimeError` for a matrix that cannot be factorised."""
+        A batch is (X, y), if the class says nothing else, and may stand for `num_data`
+        rows. To compile: `jax.jit(lambda X, y: a.objective(X, y))`. ValueError for
+        unusable data, `equinox.EquinoxRuntimeError` for a matrix without a factor."""
         batch = _observed(self, self.check(*batch))
-        weight = _weight(self, len(batch[0]), num_data)
-        key = _sample_key(self, key)
-        return compiled(type(self).bound, self, *batch, *weight, *key)
+        more = *_weight(self, len(batch[0]), num_data), *_sample_key(self, key)
+        return compiled(type(self).bound, self, *batch, *more)
 
     @final
+    @suggesting
     def posterior(self, X=None, y=None) -> Posterior:
         "q(f), from the data again where it needs them. Raises as `objective` does."
-        needs = self.posterior_needs
-        if any({"X": X, "y": y}[name] is None for name in needs):
-            raise ValueError(f"{type(self).__name__}.posterior needs the data again: "
-                             f"pass {' and '.join(needs)}")
-        data = () if X is None else self.check(X, y)
-        return compiled(type(self).q_f, self, *data[:len(needs)])
+        return compiled(type(self).q_f, self, *_again(self, X, y))
 
     def check(self, X, y=None) -> tuple[Array, ...]:
         "A batch as arrays that fit the model and this class; else a ValueError."
@@ -354,7 +366,7 @@ def caution_jitter(model, X):
             f"K + σ²I of size {len(X)} x {len(X)} is singular to rounding with a noise "
             f"variance of {noise:.1g}: at least {least:.1g} was added to its diagonal, "
             "and what is returned belongs to that sum. Raise the noise variance, drop "
-            "duplicated inputs or use float64.", stacklevel=6)
+            "duplicated inputs or use float64.", stacklevel=7)
 
 # %% ../nbs/12_regression.ipynb #c016
 class Exact(Approximation):

@@ -218,7 +218,7 @@ def standard_nodes(
     where = "one column" if D == 1 else f"each of {D} columns"
     return grid(nodes), grid(masses).prod(axis=1), f"{points} nodes in {where}"
 
-
+# %% ../nbs/15_expectations.ipynb #x019b
 def looked_at(kernel: Kernel, columns: tuple[int, ...]) -> tuple[int, ...]:
     "The columns of x that the value of the kernel depends on."
     if kernel.active_dims is not None:
@@ -256,7 +256,8 @@ def _over_nodes(function, kernels, mean, cov):
     @jax.checkpoint
     def add(total, node):
         step, mass = node
-        return jax.tree.map(lambda a, b: a + mass * b, total, function(mean + step)), None
+        found = function(mean + step)
+        return jax.tree.map(lambda a, b: a + mass * b, total, found), None
 
     zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype),
                          jax.eval_shape(function, mean))
@@ -295,7 +296,7 @@ def _off_diagonal(terms):
     seen = [term for term in terms if not term.white]
     return _together(seen or [terms[0]._replace(variance=0 * terms[0].variance)])
 
-
+# %% ../nbs/15_expectations.ipynb #x022b
 def expectation_rule(
     kernel: Kernel,
     num_dims: int,  # D, columns of the inputs

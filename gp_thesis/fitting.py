@@ -259,9 +259,13 @@ def _about(approx, source, key):
 
 # %% ../nbs/14_fitting.ipynb #c031
 def _check_settings(
-    approx, optimiser, steps, callback, every, tolerance, resume, restarts
+    approx, data, optimiser, steps, callback, every, tolerance, resume, restarts
 ):
     "ValueError for settings that are out of range."
+    arrays = jax.tree.leaves((approx, data if isinstance(data, tuple) else ()))
+    if any(isinstance(x, jax.core.Tracer) for x in arrays):
+        raise ValueError("fit is a loop in Python and cannot be part of jax.jit, "
+                         "jax.vmap or jax.grad: take steps of an optax optimiser there")
     module = isinstance(approx, eqx.Module) and hasattr(approx, "objective")
     known = optimiser == "lbfgs" or isinstance(optimiser, optax.GradientTransformation)
     number = isinstance(tolerance, (int, float)) and 0 <= tolerance < 1
@@ -416,9 +420,11 @@ def another_start(
             return value * ratio * np.exp(width * random.normal(size=shape))
         if "inducing" in names and shape[1:] == np.shape(inputs)[1:]:
             rows = np.asarray(inputs)[random.integers(len(inputs), size=len(value))]
-            return value + 0.5 * random.uniform(size=(len(value), 1)) * (rows - value)
+            part = 0.5 * random.uniform(size=(len(value), 1)) * (rows - value)
+            return np.where(numbers, value, value + part)
         return value
 
+    numbers = inputs is not None and np.all(np.asarray(inputs) % 1 == 0, axis=0)
     pairs = zip(*(jax.tree.leaves(a, is_leaf=is_parameter) for a in (given, best)))
     ends = {id(p): np.asarray(end.value, float) for p, end in pairs if is_parameter(p)}
     return _moved(given, move)
@@ -487,7 +493,7 @@ def fit(
 
     ValueError for what cannot work, before anything is compiled, and for unusable
     rows of a stream when they come; FloatingPointError if the objective is none."""
-    _check_settings(approx, optimiser, steps, callback, every, tolerance, resume,
+    _check_settings(approx, data, optimiser, steps, callback, every, tolerance, resume,
                     restarts)
     check = getattr(approx, "check", check_rows)
     source = as_batches(data, check, batch_size, num_data, key, devices)

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['MOST_NODES', 'InducingVariables', 'inducing_inputs', 'InducingPoints', 'inducing_factor', 'projection',
-           'check_inducing', 'InducingPosterior', 'Windows', 'windows_with_points', 'windows_with_windows',
-           'by_quadrature', 'window_covariance', 'GaussianWindow', 'Wavelet']
+           'check_inducing_variables', 'check_inducing', 'InducingPosterior', 'Windows', 'windows_with_points',
+           'windows_with_windows', 'by_quadrature', 'window_covariance', 'GaussianWindow', 'Wavelet']
 
 # %% ../nbs/22_inducing.ipynb #c004
 import warnings
@@ -23,8 +23,9 @@ from jaxtyping import Array, Float
 from .exact import GP
 from .expectations import log_bump
 from .gaussians import standard_normal_rule
-from .kernels import (
-    RBF, Constant, Kernel, Sum, White, active_columns, check_ard, check_inputs)
+from gp_thesis.kernels import (
+    RBF, Constant, Independent, Kernel, Sum, White, active_columns, check_ard,
+    check_inputs)
 from .linalg import add_diagonal, cholesky, precise
 from .parameters import (
     Parameter, Suggesting, as_float, free, is_parameter, positive, unwrap)
@@ -59,8 +60,8 @@ def inducing_inputs(Z, name: str = "Z") -> Parameter:
     """Inducing inputs (M, D) as a free parameter; a parameter stays as it is.
 
     Raises ValueError for other shapes, NaN and infinity."""
-    check_inputs(unwrap(Z), name)
-    return free(Z, name=name)
+    numbers = check_inputs(unwrap(Z), name)
+    return free(Z if isinstance(Z, eqx.Module) else numbers, name=name)
 
 
 class InducingPoints(InducingVariables):
@@ -116,6 +117,18 @@ def projection(
     A = solve(factor, inducing.cross_covariance(kernel, X), corrected)
     return Projection(A, unexplained(kernel.evaluate_diag(X), A))
 
+# %% ../nbs/22_inducing.ipynb #c013d
+def check_inducing_variables(inducing, model):
+    "ValueError unless these are inducing variables, at inputs that a kernel takes."
+    if not isinstance(inducing, InducingVariables):
+        raise ValueError("inducing must be inducing variables such as "
+                         f"InducingPoints(Z), got {type(inducing).__name__}")
+    kernel = getattr(model, "kernel", None)
+    kernels = kernel.kernels if isinstance(kernel, Independent) else [kernel]
+    if isinstance(kernel, Kernel) and isinstance(inducing, InducingPoints):
+        for each, Z in unwrap([(each, inducing.Z) for each in kernels]):
+            each.evaluate_diag(Z)  # for the kernel's own checks
+
 
 def check_inducing(inducing, X, fewer: bool = True):
     "ValueError if they do not fit X's columns; a warning if they outnumber its rows."
@@ -124,7 +137,7 @@ def check_inducing(inducing, X, fewer: bool = True):
                          f"variables have, got shape {X.shape}")
     if fewer and len(inducing) > len(X):
         warnings.warn(f"{len(inducing)} inducing variables for {len(X)} rows: the full "
-                      "process costs less", stacklevel=6)
+                      "process costs less", stacklevel=7)
 
 # %% ../nbs/22_inducing.ipynb #c019
 class InducingPosterior(ConditionalPosterior):

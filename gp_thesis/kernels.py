@@ -614,7 +614,8 @@ class Coregion(Kernel):
     number of an output, 0, ..., P - 1.
 
     Times a kernel on other columns it is the intrinsic model of coregionalisation, and
-    a sum of such products is the linear one. ValueError for other numbers."""
+    a sum of such products is the linear one. Inducing inputs name outputs, too: rows of
+    the data do, centres of clusters do not. ValueError for other numbers."""
     W: Parameter      # (P, R)
     kappa: Parameter  # (P,)
 

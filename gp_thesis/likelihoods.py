@@ -57,7 +57,7 @@ class ObservationModel(eqx.Module, metaclass=Suggesting):
         raise _undefined(self, "conditional_variance(f)")
 
     def simulate(self, key: Array, f: Array) -> Array:
-        "y drawn from p(y | f), of the shape that `observed_shape` gives."
+        "y drawn from p(y | f), as `unwrap(likelihood).simulate(key, f)`."
         raise _undefined(self, "simulate(key, f)")
 
     def observed_shape(self, latent_shape: tuple) -> tuple:
@@ -668,8 +668,9 @@ class Poisson(Exposures, LogRate):
         return jax.random.poisson(key, rate).astype(f.dtype)
 
     def predict_mean_and_var(self, mean, var):
-        rate = self.conditional_mean(mean + var / 2)
-        return rate, rate + rate**2 * jnp.expm1(var)  # @eq-poisson-moments
+        rate, wide = (self.conditional_mean(mean + var / k) for k in (2, 1))
+        # r² (e^v - 1) = (r e^{v/2})² (1 - e^-v): e^v alone overflows, or r² vanishes.
+        return rate, rate - wide**2 * jnp.expm1(-var)  # @eq-poisson-moments
 
 # %% ../nbs/11_likelihoods.ipynb #n022
 class Gamma(LogRate):
@@ -698,9 +699,9 @@ class Gamma(LogRate):
         return jax.random.gamma(key, self.shape, f.shape, f.dtype) * jnp.exp(-f)
 
     def predict_mean_and_var(self, mean, var):
-        y_mean = self.conditional_mean(mean - var / 2)
-        relative = jnp.expm1(var) + jnp.exp(var) / self.shape
-        return y_mean, y_mean**2 * relative  # @eq-gamma-moments
+        y_mean, wide = (self.conditional_mean(mean - var / k) for k in (2, 1))
+        relative = 1 / self.shape - jnp.expm1(-var)  # e^v is in `wide`, as for Poisson
+        return y_mean, wide**2 * relative  # @eq-gamma-moments
 
 # %% ../nbs/11_likelihoods.ipynb #p018
 class Exponential(LogRate):
@@ -724,8 +725,8 @@ class Exponential(LogRate):
         return jax.random.exponential(key, f.shape, f.dtype) * jnp.exp(-f)
 
     def predict_mean_and_var(self, mean, var):
-        y_mean = jnp.exp(var / 2 - mean)
-        return y_mean, y_mean**2 * (jnp.expm1(var) + jnp.exp(var))  # @eq-gamma-moments
+        relative = 1 - jnp.expm1(-var)
+        return jnp.exp(var / 2 - mean), jnp.exp(2 * (var - mean)) * relative
 
 # %% ../nbs/11_likelihoods.ipynb #n028
 class Beta(Likelihood):
@@ -922,8 +923,8 @@ class NegativeBinomial(Exposures, LogConcave):
         return jax.random.poisson(for_y, rate).astype(f.dtype)
 
     def predict_mean_and_var(self, mean, var):  # @eq-negative-binomial-moments
-        rate = self.conditional_mean(mean + var / 2)
-        return rate, rate + rate**2 * (jnp.expm1(var) + self.dispersion * jnp.exp(var))
+        rate, wide = (self.conditional_mean(mean + var / k) for k in (2, 1))
+        return rate, rate + wide**2 * (self.dispersion - jnp.expm1(-var))
 
 # %% ../nbs/11_likelihoods.ipynb #b011
 def log_normal_interval(

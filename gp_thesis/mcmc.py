@@ -286,11 +286,13 @@ def check_priors(approx: Sampled):
     "ValueError unless each parameter that moves has a prior, and lies in its support."
     for name, p in parameters_of(approx).items():
         if not is_parameter(p) or p.prior is None:
+            signed = not is_parameter(p) or p.constraint is free(0.0).constraint
+            kind = ("free(0.0, prior=numpyro.distributions.Normal(0.0, 1.0))" if signed
+                    else "positive(1.0, prior=numpyro.distributions.Gamma(2.0, 1.0))")
             raise ValueError(
                 f"model.{name} has no prior, and draws need one. Give it one, such as "
-                f"{name.split('.')[-1]}=gp_thesis.positive(1.0, "
-                "prior=numpyro.distributions.Gamma(2.0, 1.0)), or hold it as it is "
-                f"with gp_thesis.freeze")
+                f"{name.split('.')[-1]}=gp_thesis.{kind}, or hold it as it is with "
+                "gp_thesis.freeze")
         prior, value = unwrap(p.prior), p.value
         words = f"{type(prior).__name__} on {prior.support}"
         if prior.support.is_discrete:

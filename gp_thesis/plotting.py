@@ -13,6 +13,8 @@ import numpy as np
 import seaborn as sns
 from matplotlib.axes import Axes
 
+from .parameters import suggesting
+
 # %% ../nbs/05_plotting.ipynb #c006
 DATA = "#222222"  # measurements
 POSTERIOR = "#0173b2"  # the posterior that a figure is about
@@ -61,6 +63,7 @@ def _column(name: str, value, size: int | None = None) -> np.ndarray:
     fits = vector.ndim == 1 and size in (None, vector.size)
     if not fits or not np.isfinite(vector).all():
         expected = "(N,) or (N, 1)" if size is None else f"({size},) or ({size}, 1)"
+        expected += ", or (N, 2) for two inputs" * (name == "Xs")
         raise ValueError(f"{name} has shape {np.shape(value)}; "
                          f"accepted: {expected}, all entries finite")
     return vector
@@ -79,6 +82,7 @@ def _check_pair(X, y):
         raise ValueError("X and y go together; one of them is None")
 
 # %% ../nbs/05_plotting.ipynb #c013
+@suggesting
 def plot_posterior(
     ax: Axes,
     Xs,  # inputs, (N,) or (N, 1); or (N, 2), on a grid or anywhere

@@ -62,7 +62,8 @@ def in_parts(function, X: Array) -> Array:
         return function(X)
     parts = -(-len(X) // ROWS)
     padded = jnp.pad(X, ((0, parts * ROWS - len(X)), (0, 0)), mode="edge")
-    each = lax.map(jax.checkpoint(lambda X: function(X)), padded.reshape(parts, ROWS, -1))
+    padded = padded.reshape(parts, ROWS, -1)
+    each = lax.map(jax.checkpoint(lambda X: function(X)), padded)
     return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:])[:len(X)], each)
 
 # %% ../nbs/60_propagation.ipynb #p012
@@ -81,7 +82,7 @@ def _from_inducing(kernel, Z, L, m, R):
     return Weights(kernel, Z, inverse.T @ m.reshape(len(m), -1),
                    inverse.T @ known @ inverse)
 
-
+# %% ../nbs/60_propagation.ipynb #p012b
 @singledispatch
 def weights_of(post: GaussianPosterior) -> list[Weights] | None:
     "The weights of each group of functions with one kernel; None if it has none."
@@ -136,7 +137,7 @@ def _remaining(group, mean, cov, Psi2):
 
 
 def _own_block(group, psi, Psi2, mean, cov):
-    "cov f(x) of one group. Rounding of what is nearly known makes no variance negative."
+    "cov f(x) of one group, in which rounding makes no variance negative."
     spread = _spread(group, group, psi, psi, Psi2)
     short = jnp.maximum(-jnp.diagonal(spread, axis1=1, axis2=2), 0)
     return spread + full_covariances(short + _remaining(group, mean, cov, Psi2))
@@ -222,7 +223,7 @@ def kernels_of(post: GaussianPosterior) -> list[Kernel]:
     kernel = post.model.kernel
     return list(kernel.kernels) if isinstance(kernel, Independent) else [kernel]
 
-
+# %% ../nbs/60_propagation.ipynb #p018b
 POINTS = {1: 60, 2: 30}  # nodes in each column, by the number of columns that matter
 
 
@@ -233,7 +234,7 @@ def columns_that_matter(post: GaussianPosterior, D: int) -> list[int]:
 
 
 def by_nodes(post: GaussianPosterior, mean: Array, cov: Array) -> Moments:
-    "For any posterior. An affine mean is left out at the nodes, and added in closed form."
+    "For any posterior; an affine mean is left out at nodes and added in closed form."
     D, P = mean.shape[1], jax.eval_shape(lambda X: columns(post, X)[0], mean).shape[1]
     W, c = affine_parts(post.model.mean, D, P, mean.dtype)
     seen = columns_that_matter(post, D)
@@ -322,9 +323,9 @@ def _of_members(post, function):
         return jnp.max(lax.map(lambda draw: function(post.member(draw)), post.draws))
     return function(post)
 
-
+# %% ../nbs/60_propagation.ipynb #p023b
 def lost_to_rounding(post: Posterior) -> float:
-    "The largest `rounding` of a posterior with a closed form; 0 if it is not known yet."
+    "The largest `rounding` of a posterior with a closed form; 0 while it is traced."
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(post)):
         return 0.0
     of_one = lambda post: rounding(weights_of(post))

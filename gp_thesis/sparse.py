@@ -20,7 +20,8 @@ from .exact import (
     GP, Approximation, check_gaussian, compiled, row_weight)
 from .gaussians import kl_from_cholesky
 from .inducing import (
-    InducingPosterior, InducingVariables, check_inducing, inducing_factor, projection)
+    InducingPosterior, InducingVariables, check_inducing,
+    check_inducing_variables, inducing_factor, projection)
 from .linalg import cholesky, inverse_lower, log_determinant, precise
 from .parameters import Fixed, suggesting
 from gp_thesis.products import (
@@ -181,9 +182,7 @@ def both_bounds(approx, L, X, y):
 def check_sparse_regression(model, inducing):
     "ValueError unless the noise is Gaussian and these are inducing variables."
     check_gaussian(model)
-    if not isinstance(inducing, InducingVariables):
-        raise ValueError("inducing must be inducing variables such as "
-                         f"InducingPoints(Z), got {type(inducing).__name__}")
+    check_inducing_variables(inducing, model)
 
 
 def _as_blocks(blocks):
@@ -335,6 +334,7 @@ def PITC(
     return PowerEPRegression(model, inducing, power=1.0, blocks=blocks)
 
 # %% ../nbs/23_sparse_regression.ipynb #c067
+@suggesting
 @precise
 def uncollapsed_bound(
     q: InducingPosterior,  # Any q(u), and a model with any likelihood

@@ -21,7 +21,8 @@ from jaxtyping import Array, Float, PyTree
 
 from .exact import GP, Approximation, GaussianPosterior, check_data
 from .inducing import (
-    InducingPosterior, InducingVariables, check_inducing, inducing_factor)
+    InducingPosterior, InducingVariables, check_inducing,
+    check_inducing_variables, inducing_factor)
 from .kernels import Independent, Kernel, Mean, check_inputs
 from .linalg import factor_or_nan, inverse_lower, precise
 from gp_thesis.parameters import (
@@ -182,6 +183,8 @@ def as_inducing(model, inducing, num_latents):
         raise ValueError("inducing variables of all latent functions must be equally "
                          f"many, on equally many columns, got {shapes}")
     kernel = getattr(model, "kernel", None)
+    for part in parts:
+        check_inducing_variables(part, model)
     kernels = len(kernel.kernels) if isinstance(kernel, Independent) else None
     if num_latents is None:
         likelihood = getattr(model, "likelihood", None)
@@ -315,6 +318,7 @@ def _move(gamma, node, gradient, other):
     return _natural_update(node, gradient, gamma)
 
 # %% ../nbs/30_classification.ipynb #c038
+@suggesting
 def adadelta(
     step_rate=0.05,  # A factor on each step: a number, or a schedule
     momentum: float = 0.9,  # How much of the last step goes on

@@ -25,7 +25,8 @@ from .likelihoods import tilted_moments
 from .linalg import (
     JITTER, cholesky, fails_with_nan, inverse_lower, inverses, log_determinant,
     nan_on_failure, precise, solve_lower, solve_upper)
-from .parameters import Parameter, free, lower_triangular, positive, unwrap
+from .parameters import (
+    Parameter, free, lower_triangular, positive, suggesting, unwrap)
 from .products import project
 
 # %% ../nbs/20_variational.ipynb #c017
@@ -114,13 +115,15 @@ def check_count(number, name: str):
 def zeros_for(
     model: GP,
     num_data: int,  # N
-    num_latents: int = 1,  # P
+    num_latents: int | None = None,  # P; None: as many as y needs, or 1
 ) -> np.ndarray:  # (N,), or (N, P) if P > 1
     "Zeros for each data point and latent function, in the dtype of the model."
     if not isinstance(model, GP):
         raise ValueError(f"model must be a gp_thesis GP, got {type(model).__name__}")
+    needed = model.likelihood.num_latents
+    num_latents = needed or 1 if num_latents is None else num_latents
     check_count(num_data, "num_data"), check_count(num_latents, "num_latents")
-    if num_latents != (needed := model.likelihood.num_latents or num_latents):
+    if num_latents != (needed or num_latents):
         raise ValueError(f"{type(model.likelihood).__name__} looks at {needed} latent "
                          "functions at once: num_latents must be that, "
                          f"got {num_latents}")
@@ -150,7 +153,7 @@ class MeanField(Approximation):
         self, model: GP,
         num_data: int,  # N
     ):
-        self.model, self.a = model, free(zeros_for(model, num_data))
+        self.model, self.a = model, free(zeros_for(model, num_data, 1))
 
     def bound(self, X, y):
         "@eq-mean-field-bound."
@@ -168,11 +171,11 @@ class MeanField(Approximation):
     def latent_shape(self, rows):
         return unwrap(self.a).shape
 
+    @suggesting
     def coordinate_ascent(self, X, y, sweeps: int = 1) -> "MeanField":
         "The same after `sweeps` rounds of setting each a_i to its best for the others."
         check_count(sweeps, "sweeps")
-        X, y = self.check(X, y)
-        a = compiled(_coordinate_ascent, self, X, y, jnp.asarray(sweeps))
+        a = compiled(_coordinate_ascent, self, *self.check(X, y), jnp.asarray(sweeps))
         return eqx.tree_at(lambda approx: approx.a, self, free(a))
 
 # %% ../nbs/20_variational.ipynb #c030
@@ -263,10 +266,9 @@ class VGP(Approximation):
     posterior_needs: ClassVar[tuple[str, ...]] = ("X",)
 
     def __init__(
-        self,
-        model: GP,
+        self, model: GP,
         num_data: int,  # N
-        num_latents: int = 1,  # P
+        num_latents: int | None = None,  # P; None: as many as y needs, or 1
     ):
         zeros = zeros_for(model, num_data, num_latents)
         self.model, self.targets = model, free(zeros)
@@ -281,6 +283,7 @@ class VGP(Approximation):
     def latent_shape(self, rows):
         return unwrap(self.targets).shape
 
+    @suggesting
     def fixed_point(self, X, y, rounds: int = 1, rate: float = 1.0) -> "VGP":
         "The same after `rounds` of @eq-fixed-point, each at most a `rate` of the way."
         check_count(rounds, "rounds")
@@ -391,7 +394,7 @@ class WhitenedVGP(Approximation):
         self,
         model: GP,
         num_data: int,  # N
-        num_latents: int = 1,  # P
+        num_latents: int | None = None,  # P; None: as many as y needs, or 1
     ):
         zeros = zeros_for(model, num_data, num_latents)
         eye = np.eye(num_data, dtype=zeros.dtype)

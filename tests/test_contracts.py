@@ -229,3 +229,33 @@ def test_a_mixture_answers_what_a_posterior_is_asked():
     assert np.allclose(np.diag(post.covariance(Xs)), var) and np.allclose(post.predict_y(Xs)[1], var + 0.2)
     density = np.mean([np.exp(part.log_predictive_density(Xs, ys)) for part in parts], axis=0)
     assert np.allclose(np.exp(post.log_predictive_density(Xs, ys)), density) and np.array_equal(post.mean(Xs), mean)
+
+
+ROWS = 20
+places = np.sort(np.random.default_rng(1).uniform(size=(ROWS, 1)), axis=0)
+PLACES = {"plain": places, "repeated": np.repeat(places[::4], 4, axis=0), "all the same": 0 * places, "far away": places + 1e6, "wide": 1e6 * places,
+          "narrow": 1e-6 * places}
+REGRESSIONS = {"Exact": lambda model, points: gpt.Exact(model), "VFE": gpt.VFE, "FITC": gpt.FITC}
+CLASSIFICATIONS = {"VGP": lambda model, points: gpt.VGP(model, ROWS), "SVGP": gpt.SVGP, "GFITC": gpt.GFITC}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("method", [*REGRESSIONS, *CLASSIFICATIONS])
+def test_ill_conditioned_problems_in_single_precision_end_in_numbers_or_say_why(method):
+    wave, failed = np.sin(6 * places[:, 0]), 0
+    for name, X in PLACES.items():
+        for lengthscale, variance, noise in ((1e3, 1.0, 1e-6), (1e-3, 1e6, 1e-10), (1.0, 1e8, 1e-8)):
+            observed, likelihood = (wave, gpt.Gaussian(noise)) if method in REGRESSIONS else (wave > 0, gpt.Bernoulli())
+            model = gpt.GP(gpt.RBF(lengthscale, variance), likelihood)
+            approx = gpt.cast((REGRESSIONS | CLASSIFICATIONS)[method](model, gpt.InducingPoints(X[::3])), np.float32)
+            batch = X.astype(np.float32), observed.astype(np.float32)
+            try:
+                post = approx.posterior(*batch)
+            except eqx.EquinoxRuntimeError as error:
+                failed += 1
+                assert method == "GFITC" and "no fixed point" in str(error) and "float64" in str(error)
+                continue
+            value, (mean, var) = approx.objective(*batch), post.marginals(batch[0][:7])
+            assert np.isfinite(value) and np.isfinite(mean).all() and np.isfinite(var).all() and (np.asarray(var) >= 0).all(), (name, lengthscale)
+            assert method in REGRESSIONS or value < 0                                # the logarithm of a probability, or a bound of it
+    assert failed <= 2

@@ -1193,6 +1193,64 @@ def test_module_needs_numpy_only():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
+@pytest.fixture
+def oil_site(site, cache, monkeypatch):
+    "The six text files, of made-up numbers, on a local server, in a layout of their own."
+    folder, address = site
+    monkeypatch.delenv("GP_THESIS_DATA", raising=False)
+    monkeypatch.setattr(data, "_OIL", f"{address}/Data")
+    generator, homes = np.random.default_rng(1), {}
+    for part, (name, *_) in data.OIL_FLOW.items():
+        tables = generator.normal(size=(1000, 12)).round(4), np.eye(3)[generator.integers(3, size=1000)]
+        checksums = []
+        for table, end in zip(tables, ("", "Lbls")):
+            np.savetxt(folder / f"Data{name}{end}.txt", table, fmt="%14.6e")
+            layout = io.BytesIO()
+            np.savetxt(layout, table, fmt="%.4f")
+            checksums.append(sha256(layout.getvalue()))
+        homes[part] = (name, *checksums)
+    monkeypatch.setattr(data, "OIL_FLOW", homes)
+    return folder
+
+
+def test_oil_flow_from_its_home(oil_site, cache):
+    X, y = loaded = data.oil_flow("validation")
+    np.testing.assert_array_equal(X, np.loadtxt(oil_site / "DataVdn.txt"))
+    np.testing.assert_array_equal(y, np.loadtxt(oil_site / "DataVdnLbls.txt").argmax(axis=1))
+    assert loaded.name == "oil flow, validation" and len(files_below(cache)) == 2
+    (oil_site / "DataVdn.txt").unlink()
+    np.testing.assert_array_equal(data.oil_flow("validation").X, X)  # from the cache
+
+
+@pytest.mark.parametrize("text, error", [("1.0 2.0\n", ChecksumError), ("1.0 two\n", ValueError)])
+def test_oil_flow_altered_at_its_home(oil_site, cache, text, error):
+    (oil_site / "DataTrn.txt").write_text(text)
+    with pytest.raises(error, match="DataTrn.txt"):
+        data.oil_flow()
+    assert files_below(cache) == []
+
+
+def test_oil_flow_from_the_own_folder(own_folder):
+    parts = {f"Y_{part}": np.full((1000, 12), k) for k, part in enumerate(data.OIL_FLOW)}
+    labels = {f"labels_{part}": np.full(1000, k, np.uint8) for k, part in enumerate(data.OIL_FLOW)}
+    np.savez(own_folder / "oil_flow.npz", **parts, **labels)
+    X, y = loaded = data.oil_flow("test")
+    assert X[0, 0] == y[0] == 2 and y.dtype == float and loaded.source == "oil_flow.npz"
+    np.savez(own_folder / "oil_flow.npz", Y_train=np.ones((3, 12)))
+    with pytest.raises(ValueError, match="oil_flow.npz does not hold the oil flow"):
+        data.oil_flow()
+    with pytest.raises(ValueError, match="part is 'all'; accepted: train, validation, test"):
+        data.oil_flow("all")
+
+
+def test_checksums_are_of_the_numbers_of_the_oil_flow(monkeypatch):
+    monkeypatch.setenv("GP_THESIS_DATA", str(own_file("oil_flow.npz").parent))
+    for part, (_, *checksums) in data.OIL_FLOW.items():
+        X, y = data.oil_flow(part)
+        for table, checksum in zip((X, np.eye(3)[y.astype(int)]), checksums):
+            layout = io.BytesIO()
+            np.savetxt(layout, table, fmt="%.4f")
+            assert sha256(layout.getvalue()) == checksum
 def test_rows_of_a_long_run_are_made_once_and_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("GP_THESIS_PROFILE", "paper")
     monkeypatch.setattr(data, "_results", lambda: tmp_path)

@@ -11,6 +11,7 @@ from sklearn.gaussian_process import GaussianProcessRegressor
 from sklearn.gaussian_process import kernels as sk
 
 import gp_thesis as gpt
+from gp_thesis import plotting
 from gp_thesis.data import snelson, standardise, uci
 
 rng = np.random.default_rng(0)
@@ -180,7 +181,10 @@ def test_published_fit_of_snelson():
     (dict(X=np.zeros(5)), r"X must have shape \(N, D\)"), (dict(X=np.zeros((0, 2)), y=np.zeros(0)), "X must have at least one row"),
     (dict(X=np.full((5, 2), np.nan)), "X must be finite"), (dict(y=np.zeros(4)), "same number of rows, got 5 and 4"),
     (dict(y=np.array([0, 1, np.inf, 2, 3])), r"y\[2\] = inf"), (dict(y=np.zeros((5, 1, 1))), r"y must have shape \(N,\) or \(N, P\)"),
-    (dict(X=[["a", "b"]] * 5), "X must be a number or an array")])
+    (dict(X=[["a", "b"]] * 5), "X must be a number or an array of numbers, got list with 'a' in it"),
+    (dict(X=np.array([[1.0, "b"]] * 5, object)), "X must be a number or an array of numbers, got ndarray with 'b' in it"),
+    (dict(y=np.array(["no", "yes"])[[0, 1, 1, 0, 1]]), "y must be a number or an array of numbers, got ndarray with 'no' in it"),
+    (dict(y=[1.0, [2.0, 3.0], 4.0, 5.0, 6.0]), "y must be a number or an array of numbers, got list$")])
 def test_bad_data_is_refused_before_compilation(change, message):
     data = dict(X=rng.normal(size=(5, 2)), y=np.zeros(5)) | change
     approx = gpt.Exact(gpt.GP(gpt.RBF(), gpt.Gaussian()))
@@ -216,8 +220,21 @@ def test_bad_models_and_queries_are_refused():
     (lambda: gpt.VFE(toy_model(), inducing_points=gpt.InducingPoints(np.zeros((2, 1)))), "VFE has no argument 'inducing_points'; did you mean 'inducing'"),
     (lambda: gpt.fit(gpt.Exact(toy_model()), (1, 2), batchsize=10), "fit has no argument 'batchsize'; did you mean 'batch_size'"),
     (lambda: gpt.Exact(toy_model()).posterior(*toy()[:2]).sample(0, toy()[2], num_samples=2), "sample has no argument 'num_samples'; it takes key, Xs, n"),
+    (lambda: gpt.Exact(toy_model()).objective(*toy()[:2], numdata=9), "objective has no argument 'numdata'; did you mean 'num_data'"),
+    (lambda: gpt.Exact(toy_model()).posterior(*toy()[:1], Y=toy()[1]), "posterior has no argument 'Y'; it takes X, y"),
     (lambda: gpt.sample_prior(0, gpt.RBF(), toy()[0], num_sample=2), "sample_prior has no argument 'num_sample'; did you mean 'num_samples'"),
     (lambda: gpt.kmeans_centres(toy()[0], num_inducng=3), "kmeans_centres has no argument 'num_inducng'; did you mean 'num_inducing'"),
+    (lambda: gpt.Exact(toy_model()).posterior(*toy()[:2]).quantiles(toy()[2], levels=0.5), "quantiles has no argument 'levels'; it takes Xs, q"),
+    (lambda: gpt.VGP(toy_model(), 25).fixed_point(*toy()[:2], round=3), "fixed_point has no argument 'round'; did you mean 'rounds'"),
+    (lambda: gpt.MeanField(toy_model(), 25).coordinate_ascent(*toy()[:2], steps=3), "coordinate_ascent has no argument 'steps'; "),
+    (lambda: gpt.positive(0.5, priors=None), "positive has no argument 'priors'; did you mean 'prior'"),
+    (lambda: gpt.free(0.5, named="x"), "free has no argument 'named'; did you mean 'name'"),
+    (lambda: gpt.Heteroscedastic(link="exp"), "Heteroscedastic has no argument 'link'; it takes none"),
+    (lambda: gpt.save(file="f", module=gpt.RBF()), "save has no argument 'file'; it takes path, module"),
+    (lambda: gpt.uncollapsed_bound(None, *toy()[:2], numdata=9), "uncollapsed_bound has no argument 'numdata'; did you mean 'num_data'"),
+    (lambda: gpt.weak_bound(None, *toy()[:2], numdata=9), "weak_bound has no argument 'numdata'; did you mean 'num_data'"),
+    (lambda: gpt.adadelta(step=0.1), "adadelta has no argument 'step'; did you mean 'step_rate'|it takes step_rate"),
+    (lambda: plotting.plot_posterior(None, 0, 0, 0, colour="red"), "plot_posterior has no argument 'colour'; did you mean 'color'"),
     (lambda: gpt.GPRegressor(kernal=gpt.RBF()), "GPRegressor has no argument 'kernal'; did you mean 'kernel'"),
     (lambda: gpt.GPClassifier(inducing=9), "GPClassifier has no argument 'inducing'; did you mean 'num_inducing'")])
 def test_unknown_keywords_name_the_nearest_known_one(wrong, message):
@@ -257,6 +274,11 @@ def test_tables_are_taken_and_columns_without_numbers_are_named():
             approx.objective(table.assign(c=column), y)
         with pytest.raises(ValueError, match=rf"y must be numbers without gaps, but column 'c' is ({dtype})|the first is y\[1\] = nan"):
             approx.objective(table, pd.Series(column, name="c"))
+    gaps = pd.array([True, False, None], dtype="boolean")                        # a dtype of numbers, whose gap is the fault
+    with pytest.raises(ValueError, match="but column 'c' has NaN or infinity, first in row 2"):
+        approx.objective(table.assign(c=gaps), y)
+    with pytest.raises(ValueError, match="y must be numbers without gaps, but column 'c' has NaN or infinity, first in row 2"):
+        approx.objective(table, pd.Series(gaps, name="c"))
     with pytest.raises(ValueError, match="but column 'c' has NaN or infinity, first in row 2"):
         approx.objective(table.assign(c=[1.0, 2.0, np.nan]), y)
     with pytest.raises(ValueError, match="X must have a name of its own for each column, but column 'a' is there 2 times"):

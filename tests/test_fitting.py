@@ -906,6 +906,16 @@ def test_another_start_moves_what_a_model_is_made_of():
     assert jax.tree.structure(single) == jax.tree.structure(given)
 
 
+def test_no_start_makes_up_outputs():
+    import gp_thesis as gpt
+
+    rng = np.random.default_rng(0)
+    X = np.stack([rng.uniform(0, 5, 30), np.arange(30) % 2], axis=1)             # an input, and the number of an output
+    given = gpt.VFE(GP(RBF(active_dims=[0]) * gpt.Coregion(2, active_dims=[1]), Gaussian()), gpt.InducingPoints(X[:8]))
+    Z = np.asarray(fitting.another_start(given, given, rng, 0.5, X).inducing.Z)
+    assert np.array_equal(Z[:, 1], X[:8, 1]) and not np.isclose(Z[:, 0], X[:8, 0]).all()
+
+
 @pytest.mark.parametrize("unit", [1e-3, 1.0, 1e3])
 def test_a_second_start_finds_the_function_in_any_unit(unit):
     rng = np.random.default_rng(0)
@@ -1071,6 +1081,30 @@ def test_mistakes_are_named_before_anything_is_compiled(line, data, change, word
     settings = dict(approx=Untouchable(line.weights, line.likelihood), data=data) | change
     with pytest.raises(ValueError, match=words):
         fit(settings.pop("approx"), settings.pop("data"), **settings)
+
+
+def test_many_fits_are_steps_in_a_vmap_and_fit_itself_refuses(regression):
+    X, y = regression
+    optimiser, start = optax.adam(0.1), lambda lengthscale: Exact(GP(RBF(lengthscale), Gaussian(0.1)))
+
+    def steps(lengthscale):
+        trainable, rest = partition(start(lengthscale))
+        loss = lambda trainable: -eqx.combine(trainable, rest).objective(X, y)
+
+        def step(state, _):
+            trainable, memory = state
+            updates, memory = optimiser.update(jax.grad(loss)(trainable), memory)
+            return (optax.apply_updates(trainable, updates), memory), None
+
+        (trainable, _), _ = jax.lax.scan(step, (trainable, optimiser.init(trainable)), length=20)
+        return -loss(trainable)
+
+    lengthscales = np.array([0.5, 2.0])
+    ends = [fit(start(each), (X, y), optimiser=optimiser, steps=20, progress=False).history.objective[-1] for each in lengthscales]
+    assert np.allclose(jax.jit(jax.vmap(steps))(lengthscales), ends)
+    for inside in (lambda: jax.vmap(lambda each: fit(start(each), (X, y)).history)(lengthscales), lambda: jax.jit(lambda y: fit(start(1.0), (X, y)).history)(y)):
+        with pytest.raises(ValueError, match="fit is a loop in Python and cannot be part of jax.jit, jax.vmap or jax.grad"):
+            inside()
 
 
 def test_values_are_checked_against_the_model_before_compilation(regression):

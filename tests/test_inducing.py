@@ -361,6 +361,28 @@ def test_mistakes_are_named(make, says):
         make()
 
 
+def test_points_of_a_table_are_those_of_its_numbers():
+    pd = pytest.importorskip("pandas")
+    table = pd.DataFrame({"a": [0.5, 1.5], "b": [True, False], "c": pd.array([1, 2], dtype="Int64")})
+    assert np.array_equal(InducingPoints(table).Z.value, [[0.5, 1, 1], [1.5, 0, 2]])
+
+
+OUTPUTS = gpt.RBF(active_dims=[0]) * gpt.Coregion(2, active_dims=[1])
+MAKERS = [gpt.VFE, gpt.DTC, gpt.SVGP, gpt.SGPMC, gpt.GFITC, gpt.PowerEP, gpt.SparseMeanField, gpt.ApproximatePowerEP,
+          lambda model, points: gpt.SVGP(model, [points, points], 2)]
+
+
+@pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.__name__)
+def test_a_kernel_refuses_points_that_it_cannot_take(make):
+    noise = gpt.Bernoulli() if make is gpt.SparseMeanField else gpt.Gaussian()
+    for kernel, Z, says in ((OUTPUTS, [[1.0, 0.0], [2.0, 0.4]], "the numbers of the outputs, 0 to 1, got 0.4"),
+                            (OUTPUTS, [[1.0, 2.0], [2.0, 0.0]], "the numbers of the outputs, 0 to 1, got 2.0"),
+                            (gpt.Wiener(active_dims=[0]), [[1.0, 0.0], [-2.0, 0.0]], "inputs that are at least 0, got -2.0")):
+        make(gpt.GP(kernel, noise), InducingPoints(np.abs(np.round(Z)) % 2))
+        with pytest.raises(ValueError, match=says):
+            make(gpt.GP(kernel, noise), InducingPoints(np.array(Z)))
+
+
 def test_only_the_kernel_s_own_columns_count_towards_the_nodes():
     inducing = unwrap(GaussianWindow(rng.normal(size=(2, 5)), 0.4, points=20))
     assert jax.eval_shape(inducing.covariance, unwrap(gpt.Matern32(active_dims=[3]))).shape == (2, 2)

@@ -140,6 +140,18 @@ def test_moments_by_quadrature_are_those_of_a_lognormal_rate():
     assert np.allclose(y_mean, rate) and np.allclose(y_var, rate + rate**2 * (np.exp(var) - 1))
 
 
+@pytest.mark.parametrize("likelihood", [Poisson(2.5), Gamma(3.0), Exponential(), NegativeBinomial(0.4)], ids=lambda each: type(each).__name__)
+def test_moments_of_wide_gaussians_overflow_only_where_they_must(likelihood):
+    mean, var = np.array([-100.0, 0.3, 0.3]), np.array([100.0, 100.0, 1e-6])
+    mean = -mean if isinstance(likelihood, (Gamma, Exponential)) else mean
+    double = ask(unwrap(likelihood), "predict_mean_and_var", mean, var)
+    single = ask(unwrap(cast(likelihood, np.float32)), "predict_mean_and_var", mean.astype(np.float32), var.astype(np.float32))
+    with np.errstate(over="ignore"):
+        for a, b in zip(double, single):
+            assert b.dtype == np.float32 and np.allclose(np.asarray(a).astype(np.float32), b, rtol=1e-3)
+    assert np.isfinite(single[1]).tolist() == [True, False, True]               # though exp(100) is too large for float32
+
+
 def test_variance_of_y_is_never_negative_in_single_precision():
     class Shifted(Rate):
         def conditional_variance(self, f):

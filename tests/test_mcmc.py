@@ -136,8 +136,11 @@ def test_whitening_leaves_only_the_prior_of_v():
 
 def test_a_parameter_without_a_prior_is_named():
     model = gpt.GP(gpt.RBF(positive(1.0), 1.0), gpt.Poisson())
-    with pytest.raises(ValueError, match=r"model\.kernel\.variance has no prior.*positive.*freeze"):
+    with pytest.raises(ValueError, match=r"model\.kernel\.variance has no prior.*variance=gp_thesis.positive.*freeze"):
         gpt.sample(gpt.GPMC(model), (X, COUNTS), key=jax.random.key(0))
+    level = gpt.GP(gpt.freeze(gpt.RBF()), gpt.Poisson(), gpt.ConstantMean(0.5))          # any sign
+    with pytest.raises(ValueError, match=r"model\.mean\.value has no prior.*value=gp_thesis.free.*Normal.*freeze"):
+        gpt.sample(gpt.GPMC(level), (X, COUNTS), key=jax.random.key(0))
     frozen = eqx.tree_at(lambda m: m.kernel.variance, model, replace_fn=gpt.freeze)
     assert list(mcmc.parameters_of(gpt.GPMC(frozen))) == ["kernel.lengthscale"]
 

@@ -72,7 +72,7 @@ def test_rounding_below_zero_is_drawn_as_zero(ax):
         (dict(var=var[:, None] * np.ones(2)), r"var has shape \(21, 2\)"),
         (dict(var=var - 0.5), "var is negative"),
         (dict(mean=np.full(21, np.nan)), "mean .* finite"),
-        (dict(Xs=np.zeros((21, 3))), r"Xs has shape \(21, 3\)"),
+        (dict(Xs=np.zeros((21, 3))), r"Xs has shape \(21, 3\); accepted: \(N,\) or \(N, 1\), or \(N, 2\) for two inputs"),
         (dict(Xs=np.full((21, 2), np.nan)), r"Xs has shape \(21, 2\)"),
         (dict(Xs=np.c_[x, 2 * x]), "Xs must have three points that do not lie on one line"),
         (dict(Xs=np.c_[x, x**2], samples=[mean]), "samples can be drawn over one input only"),

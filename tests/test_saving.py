@@ -15,6 +15,7 @@ import pytest
 from numpyro.distributions import constraints
 
 import gp_thesis as gpt
+from gp_thesis import cox, gpssm
 from gp_thesis.checkpoints import FORMAT, load, save, thing_of
 from gp_thesis.parameters import Fixed, Parameter, free, freeze, positive
 from test_contracts import APPROXIMATIONS, X
@@ -54,6 +55,8 @@ def test_approximations_and_posteriors_come_back_bit_by_bit(name, tmp_path):
 
 
 KERNELS = (gpt.RBF(gpt.positive(0.5, prior=dist.LogNormal(0.0, 1.0))) * gpt.Periodic() + gpt.Linear(active_dims=[0, 2]) + 2.0)
+AVERAGE, POINTS, Y = positive(1.0, prior=dist.Gamma(2.0, 2.0)), gpt.InducingPoints(X[::3]), np.sin(np.arange(6.0))[:, None]
+SERIES = gpt.StateSpace(gpt.Process(gpt.RBF(), gpt.IdentityMean()), gpt.LinearEmission([[1.0]]))
 MODULES = {
     "kernel": KERNELS,
     "model": freeze(gpt.GP(KERNELS, gpt.StudentT(0.3, df=5.0), gpt.LinearMean([1.0, 2.0, 3.0]))),
@@ -68,6 +71,17 @@ MODULES = {
     "any power": gpt.PowerEP(gpt.GP(gpt.RBF(), gpt.Poisson()), gpt.InducingPoints(X), 0.3, rate=0.5, sequential=True),
     "power one, all inputs": gpt.EP(gpt.GP(gpt.RBF(), gpt.Bernoulli()), rounds=50),
     "tied": gpt.ApproximatePowerEP(gpt.GP(gpt.RBF(), gpt.Softmax(3)), gpt.InducingPoints(X), 0.7),
+    "chains": gpt.GPMC(gpt.GP(gpt.RBF(AVERAGE), gpt.Poisson()), len(X)),
+    "chains, inducing points": gpt.SGPMC(gpt.GP(gpt.RBF(AVERAGE), gpt.Bernoulli()), POINTS),
+    "events": cox.CoxSVGP(gpt.GP(gpt.RBF(AVERAGE), cox.PoissonProcess([[0.0, 4.0]])), POINTS),
+    "events, chains": cox.CoxSGPMC(gpt.GP(gpt.RBF(AVERAGE), cox.PoissonProcess([[0.0, 4.0]], "exp", nodes=20)), POINTS),
+    "states": gpt.GPSSM(SERIES, POINTS, gpt.MarkovStates(Y)),
+    "states, drawn": gpt.GPSSM(SERIES, POINTS, gpt.FactorisedStates(Y), through=gpt.Draws(5)),
+    "states, linearised": gpt.GPSSM(SERIES, POINTS, gpt.PriorStates(np.zeros(1), len(Y) - 1), through=gpssm.linear),
+    "states, best q(u)": gpt.CollapsedGPSSM(SERIES, POINTS, gpt.MarkovStates(Y)),
+    "states, any power": gpt.PowerGPSSM(SERIES, POINTS, len(Y), 0.5),
+    "states, tied": gpt.ApproximatePowerGPSSM(SERIES, POINTS, gpt.FactorisedStates(Y), 0.5),
+    "states that know the function": gpt.CoupledGPSSM(SERIES, POINTS, gpt.CoupledStates(Y)),
     "single precision": gpt.cast(gpt.GP(gpt.Matern32([0.1, 0.3]), gpt.Beta()), jnp.float32),
 }
 
@@ -135,7 +149,7 @@ def test_only_modules_are_saved_and_not_while_they_are_traced(tmp_path):
         pass
 
     for other in ({"a": 1}, gpt.RBF, None):
-        with pytest.raises(ValueError, match="module must be .* save result.approx; got"):
+        with pytest.raises(ValueError, match="module must be .* save result.approx, of what `sample` returns run.posterior; got"):
             save(tmp_path / "file", other)
     with pytest.raises(ValueError, match="cannot be saved"):
         save(tmp_path / "file", Local())

@@ -12,7 +12,7 @@ from gp_thesis.exact import GP, Exact
 from gp_thesis.fitting import fit
 from gp_thesis.gaussians import kl_divergence, kl_from_cholesky
 from gp_thesis.kernels import RBF, ConstantMean, Matern12, Matern32
-from gp_thesis.likelihoods import Bernoulli, Gaussian, Likelihood, tilted_moments
+from gp_thesis.likelihoods import Bernoulli, Gaussian, Likelihood, Softmax, tilted_moments
 from gp_thesis.linalg import nan_on_failure
 from gp_thesis.parameters import cast, free, freeze, partition, positive, unwrap
 from gp_thesis.variational import VGP, MeanField, PointPosterior, WhitenedVGP, conditional, conditional_covariance
@@ -466,6 +466,9 @@ def test_mistakes_are_named(name):
     if kind is not MeanField:
         with pytest.raises(ValueError, match="num_latents must be a positive integer"):
             kind(model(Gaussian()), 12, 0)
+        with pytest.raises(ValueError, match="Softmax looks at 3 latent functions at once: num_latents must be that, got 2"):
+            kind(model(Softmax(3)), 12, 2)
+        assert kind(model(Softmax(3)), 12).latent_shape(12) == (12, 3)                # left out, it is what y needs
         with pytest.raises(ValueError, match=r"y must have shape \(12, 2\).* got \(12,\)"):
             kind(model(Gaussian()), 12, 2).objective(X, y)
         with pytest.raises(ValueError, match="X must have the 12 rows"):

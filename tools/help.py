@@ -4,8 +4,10 @@ In the source a docstring names equations by their labels and works by their key
 means. The page resolves all three; here they become plain text, which `import gp_thesis` puts in the place of the docstrings."""
 
 import ast
+import importlib
 import inspect
 import json
+import pkgutil
 import re
 import sys
 from operator import attrgetter
@@ -13,12 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
-import gp_thesis.estimators
-import gp_thesis.gpssm
-import gp_thesis.mcmc
-import gp_thesis.plotting
-import gp_thesis.processes
-import gp_thesis.propagation
+import gp_thesis
 
 from .crossref import read_book
 
@@ -104,7 +101,7 @@ def arguments(member, source: Source, sources: dict[str, dict[str, Source]]) -> 
         nothing = issubclass(member, (Exception, type))                        # these have no signature
         said = {name: inherited.get(name) for name in ([] if nothing else inspect.signature(member).parameters)}
     said.pop("return", None)
-    said = {name: text[:1].upper() + text[1:] if re.match("[a-z]{2}", text) else text for name, text in said.items() if text}
+    said = {name: text[:1].upper() + text[1:] if re.match(r"[a-z]{2}(?!\w*\()", text) else text for name, text in said.items() if text}
     lines = ["\n", "Arguments:", *(f"    {name}: {text}" for name, text in said.items())] if said else []
     return "\n".join([*lines, *([f"\nReturns: {returns}"] if returns else [])])
 
@@ -118,6 +115,8 @@ def plain(docstring: str, book) -> str:
 def texts() -> dict[str, dict[str, str]]:
     "The text of each public member with a docstring whose help is more than that, by module."
     book = read_book(TOP / "nbs", TOP / "references.bib")
+    for module in pkgutil.iter_modules(gp_thesis.__path__):                    # those, too, that are loaded only when asked for
+        importlib.import_module(f"gp_thesis.{module.name}")
     modules = {name: module for name, module in sorted(sys.modules.items()) if name.startswith("gp_thesis.") and hasattr(module, "__all__")}
     sources = {name: read(module) for name, module in modules.items()}
     found = {}
