@@ -1151,7 +1151,7 @@ def finnish_pines() -> PointPattern:  # events (126, 2), in metres
 def _within(events, window) -> bool:
     return bool(((window[:, 0] <= events) & (events <= window[:, 1])).all())
 
-# %% ../nbs/04_data.ipynb #c141
+# %% ../nbs/04_data.ipynb #c151
 SYSTEMS = {  # name: rows, and where the series comes from
     "actuator": (1024, "actuator.mat, with the code of Mattos et al. (2016)"),
     "ballbeam": (1000, "ballbeam.dat of DaISy"),
@@ -1173,7 +1173,7 @@ class Response:
     def __iter__(self):
         return iter((self.inputs, self.outputs))
 
-# %% ../nbs/04_data.ipynb #c142
+# %% ../nbs/04_data.ipynb #c152
 def _both_columns(path: Path, name: str) -> list[np.ndarray]:
     "u and y of a file of all systems, or of a file of two columns."
     if path.suffix != ".npz":
