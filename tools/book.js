@@ -13,7 +13,7 @@ if (location.protocol === "file:") {
   };
 }
 
-// Search: where a word is in a heading, defined or used most comes first; what is only similar comes after that.
+// Search: where a word is in a heading, defined or used a few times comes first, and of those the earlier page; what is only similar comes after that.
 document.addEventListener("DOMContentLoaded", () => {
   const Similar = window.Fuse;
   if (!Similar) return;
@@ -23,7 +23,7 @@ document.addEventListener("DOMContentLoaded", () => {
     const defined = new RegExp(`\\b(class|def) ${literal}\\b`, "i").test(entry.text);
     const headed = whole.test(entry.section || ""), titled = new RegExp(literal, "i").test(entry.title);
     const part = entry.text.toLowerCase().includes(word.toLowerCase());
-    return 40 * headed + 20 * defined + 10 * titled + Math.min(used, 10) + part;
+    return 40 * headed + 20 * defined + 10 * titled + Math.min(used, 6) + part;
   };
   window.Fuse = class extends Similar {
     constructor(entries, options) {
