@@ -294,13 +294,13 @@ def _sample_key(approx, key):
     return (key,)
 
 
-def _again(approx, X, y):
-    "The data that q(f) needs, checked; ValueError where they are missing."
+def _needs(approx, X, y):
+    "Which of the data q(f) needs again; ValueError where they are missing."
     needs, given = approx.posterior_needs, dict(zip(approx.batch, (X, y)))
     if any(given[name] is None for name in needs):
         raise ValueError(f"{type(approx).__name__}.posterior needs the data again: "
                          f"pass {' and '.join(needs)}")
-    return () if X is None else approx.check(X, y)[:len(needs)]
+    return needs
 
 # %% ../nbs/12_regression.ipynb #c014c
 class Approximation(eqx.Module, metaclass=Suggesting):
@@ -330,7 +330,9 @@ class Approximation(eqx.Module, metaclass=Suggesting):
     @suggesting
     def posterior(self, X=None, y=None) -> Posterior:
         "q(f), from the data again where it needs them. Raises as `objective` does."
-        return compiled(type(self).q_f, self, *_again(self, X, y))
+        needs = _needs(self, X, y)
+        data = () if X is None else self.check(X, y)
+        return compiled(type(self).q_f, self, *data[:len(needs)])
 
     def check(self, X, y=None) -> tuple[Array, ...]:
         "A batch as arrays that fit the model and this class; else a ValueError."

@@ -77,7 +77,7 @@ MODULES = {
     "events, chains": cox.CoxSGPMC(gpt.GP(gpt.RBF(AVERAGE), cox.PoissonProcess([[0.0, 4.0]], "exp", nodes=20)), POINTS),
     "states": gpt.GPSSM(SERIES, POINTS, gpt.MarkovStates(Y)),
     "states, drawn": gpt.GPSSM(SERIES, POINTS, gpt.FactorisedStates(Y), through=gpt.Draws(5)),
-    "states, linearised": gpt.GPSSM(SERIES, POINTS, gpt.PriorStates(np.zeros(1), len(Y) - 1), through=gpssm.linear),
+    "states, linearised": gpt.GPSSM(SERIES, POINTS, gpt.FactorisedStates(np.zeros((len(Y), 1))), through=gpssm.linear),
     "states, best q(u)": gpt.CollapsedGPSSM(SERIES, POINTS, gpt.MarkovStates(Y)),
     "states, any power": gpt.PowerGPSSM(SERIES, POINTS, len(Y), 0.5),
     "states, tied": gpt.ApproximatePowerGPSSM(SERIES, POINTS, gpt.FactorisedStates(Y), 0.5),
