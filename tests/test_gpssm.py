@@ -866,11 +866,15 @@ def test_states_of_the_model_itself_have_the_precision_of_their_mean():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_derivatives_are_right(kind):
-    "In all parameters, as `fit` takes them."
+    "In all parameters, as `fit` takes them: reverse, forward and of second order."
     (approx, key), data = one_state(kind), series(single["Y"])
     along = lambda s: moved(approx, s).objective(*data, **key)
-    slope = jax.jit(jax.grad(along))(0.0)
-    assert np.isclose(slope, (along(1e-4) - along(-1e-4)) / 2e-4, rtol=1e-4)
+    slope = jax.jit(jax.grad(along))
+    both = jax.jit(lambda s: jax.jvp(jax.value_and_grad(along), (s,), (1.0,)))
+    (_, reverse), (forward, curvature) = both(0.0)
+    assert np.isclose(reverse, (along(1e-4) - along(-1e-4)) / 2e-4, rtol=1e-4)
+    assert np.isclose(forward, reverse, rtol=1e-8)
+    assert np.isclose(curvature, (slope(1e-4) - slope(-1e-4)) / 2e-4, rtol=1e-4)
 
 
 def size(program):
