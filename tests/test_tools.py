@@ -1,9 +1,12 @@
 "The site's own code: labels, numbers, references, citations and the processor, on small notebooks made here."
 
+import ast
 import base64
+import builtins
 import json
 import re
 import tomllib
+from importlib import import_module
 
 import pytest
 from nbdev.frontmatter import FrontmatterProc
@@ -16,6 +19,7 @@ from tools.check import check, outcomes
 from tools.citations import Bibliography
 from tools.api import Reference
 from tools.crossref import Book, BookError, read_book
+from tools.long_run import sources
 from tools.processor import BookProcessor
 from tools.site import OUTSIDE, WEB_FONT, listed
 
@@ -292,3 +296,33 @@ def test_a_process_that_is_killed_is_found(tmp_path, capsys):
     path = tmp_path / "test_killed.py"
     path.write_text("import os, signal\ndef test(): os.kill(os.getpid(), signal.SIGKILL)\n")
     assert check(str(path), 8.0).failed and "exit code -9" in capsys.readouterr().out
+
+
+def long_cells():
+    "Each cell that goes on with a file of runs, as notebook and id."
+    for notebook in sorted((TOP / "nbs").glob("[5-6]*.ipynb")):
+        for cell in json.loads(notebook.read_text())["cells"]:
+            text = "".join(cell["source"])
+            if cell["cell_type"] == "code" and re.search(r"= go_on\(", text):
+                yield pytest.param(notebook, cell["id"], id=f"{notebook.stem}-{cell['id']}")
+
+
+@pytest.mark.parametrize("notebook, cell", [*long_cells()])
+def test_a_long_run_leaves_out_no_cell_that_it_needs(notebook, cell):
+    tree = ast.parse("\n".join(sources(notebook, cell).values()))
+    known, used = {*dir(builtins)}, set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.ImportFrom(module=module, names=[ast.alias(name="*")]):
+                known |= {*import_module(module).__all__}
+            case ast.alias():
+                known.add((node.asname or node.name).split(".")[0])
+            case ast.FunctionDef() | ast.ClassDef():
+                known.add(node.name)
+            case ast.arg():
+                known.add(node.arg)
+            case ast.Name(ctx=ast.Store()):
+                known.add(node.id)
+            case ast.Name():
+                used.add(node.id)
+    assert used <= known, used - known

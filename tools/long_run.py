@@ -1,6 +1,6 @@
 """Go on with the long runs of a chapter: `python -m tools.long_run NOTEBOOK SECONDS CELL ...`
 
-Runs the code cells of a notebook up to the last CELL, named by its id, in the paper profile; figures and tables are left out.
+Runs the code cells of a notebook up to the last CELL, named by its id, in the paper profile; figures, tables and records are left out.
 A cell that calls `go_on(entry, run, order, columns, seconds)` gets so many SECONDS if it is one of the CELLS, and none if not:
 then it reads what its file under nbs/results holds. Stopped at any time, it goes on from there the next time."""
 
@@ -17,7 +17,8 @@ def sources(notebook, last):
     cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
     code = {cell["id"]: "".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"}
     first = dict(list(code.items())[: list(code).index(last) + 1])
-    return {id: text for id, text in first.items() if "#| label:" not in text and "get_ipython" not in text}
+    shows = ("#| label:", "get_ipython", "\nrecord(")
+    return {id: text for id, text in first.items() if id == last or not any(mark in text for mark in shows)}
 
 
 def main(notebook, seconds, *chosen):
