@@ -207,6 +207,26 @@ def worker(library: str, method: str, file: str) -> dict:
             "processor": used.ru_utime + used.ru_stime}
 
 
+def over_splits(runs: dict) -> str:
+    "Scores of each method, means over splits, and ours less the best library's with the standard error of paired differences."
+    lines = [f"{'over the splits of':<20}{'method':<27}{'':<9}{'ours':>9}{'best':>9}  {'by':<11}{'ours less best':>16}"]
+    for data in dict.fromkeys(name.split()[0] for name in runs if name.split()[-1].isdigit()):
+        splits = [runs[f"{data} {split}"] for split in range(SPLITS) if f"{data} {split}" in runs]
+        for method in REGRESSION:
+            for score, sign in (("error", -1), ("density", 1)):
+                ended = lambda found: found[score] if "processor" in found else np.nan
+                values = {library: np.array([ended(split.get(method, {}).get(library, {})) for split in splits])
+                          for library in ("gpflow", "gpytorch", "sklearn", OURS)}
+                whole = {library: value for library, value in values.items() if np.isfinite(value).all()}
+                if OURS not in whole or len(whole) == 1 or len(splits) < 2:
+                    continue
+                best = max(whole, key=lambda library: sign * whole[library].mean())
+                gap = whole[OURS] - whole[best]
+                lines.append(f"{data:<20}{method:<27}{score:<9}{whole[OURS].mean():9.4f}{whole[best].mean():9.4f}  {best:<11}"
+                             f"{gap.mean():9.4f} ± {gap.std(ddof=1) / np.sqrt(len(gap)):.4f}")
+    return "\n".join(lines)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help=f"of {[*PROBLEMS]}; all by default")
@@ -241,6 +261,7 @@ def main() -> int:
                     print(f"{line}{value:>11}{found['error']:9.4f}{found['density']:9.3f}{found['wall']:9.1f}{found['processor']:13.1f}", flush=True)
         if options.write:
             write("first_hour", {"title": __doc__.splitlines()[0].split(":")[0], "steps": STEPS, "batch": BATCH, "runs": runs})
+    print(over_splits(runs))
     return int(failed > 0)
 
 
