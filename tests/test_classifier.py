@@ -55,13 +55,22 @@ def test_labels_that_are_none():
 
 
 @pytest.mark.parametrize("rows, steps, double", [(400, 50, False), (400, 50, True), (6000, 1000, True)])
-def test_several_classes_climb_from_the_prior(rows, steps, double):
-    "Natural steps lead a likelihood that is not log-concave far below it, where fits then end."
+def test_several_classes_in_both_precisions_and_by_minibatches(rows, steps, double):
+    "With the robust maximum natural steps led far below the prior, where fits then ended: two thirds of labels wrong in float32."
     X = np.random.default_rng(0).uniform(-3, 3, (rows, 2)) * [1.0, 100.0]
     band = np.digitize(X[:, 0], [-1.0, 1.0])
     with jax.enable_x64(double):
         classifier = GPClassifier(num_inducing=30, max_iter=steps, random_state=0).fit(X, band)
-        objective = classifier.result_.history.objective
         assert classifier.score(X, band) > 0.98
-    assert np.isclose(objective[0], rows * (np.log(0.999) + 2 * np.log(0.0005)) / 3, rtol=1e-3)
-    assert objective[1:].min() > objective[0] or rows > 5000
+    assert classifier.result_.history.objective[-100:].mean() > -0.3 * rows * np.log(3)    # that of the prior is below -rows log 3
+
+
+def test_probabilities_where_classes_overlap():
+    rng = np.random.default_rng(3)
+    which = rng.integers(3, size=1000)
+    X = np.array([[0.0, 0.0], [1.5, 0.0], [0.0, 1.5]])[which] + rng.normal(size=(1000, 2))
+    p = GPClassifier(max_iter=50, random_state=0).fit(X[:400], which[:400]).predict_proba(X[400:])
+    density = np.exp(-0.5 * np.sum((X[400:, None] - np.array([[0.0, 0.0], [1.5, 0.0], [0.0, 1.5]])) ** 2, axis=-1))
+    best = density / density.sum(axis=1, keepdims=True)
+    loss = lambda p: -np.mean(np.log(p[np.arange(600), which[400:]]))
+    assert loss(best) - 0.02 < loss(p) < loss(best) + 0.05                  # the robust maximum: 1.2 more
