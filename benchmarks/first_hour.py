@@ -4,8 +4,9 @@ Each run is a process of its own: import, model, fit from the same start, predic
 units (root mean squared error and mean log density; error rate and mean log probability), the objective is what was maximised,
 seconds are those of the whole process: on the wall, and of the processor over all threads. Regression: three standard splits
 each; the best of four starts where a library has such a thing. `again` is our run once more with README's two lines for JAX's
-cache, which the first such run has filled: what every run but the first costs. Writes results/first_hour.json after each problem, and keeps what it holds of others from the same kind of machine, so that
-the whole can be run in parts. The functions of the libraries are named after them; a library without a method has no row."""
+cache, which the first such run has filled: what every run but the first costs. Writes results/first_hour.json after each
+problem, and keeps what it holds of others, problems or libraries, from the same kind of machine, so that the whole can be run
+in parts. The functions of the libraries are named after them; a library without a method has no row."""
 
 import argparse
 import json
@@ -250,7 +251,7 @@ def main() -> int:
     runs, failed = recorded("first_hour").get("runs", {}), 0
     print(f"{'':<16}{'method':<27}{'library':<11}{'objective':>11}{'error':>9}{'density':>9}{'wall s':>9}{'processor s':>13}")
     for name in options.names or PROBLEMS:
-        runs[name] = {}
+        runs.setdefault(name, {})
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, "problem.npz")
             np.savez(file, **problem(name))
