@@ -142,6 +142,8 @@ def test_gains_are_the_information_of_a_linear_gaussian_model(chapter):
     exact = 0.5 * (np.linalg.slogdet(A @ A.T + C)[1] - np.linalg.slogdet(C)[1])
     cov = jnp.broadcast_to(C, (1, K, S, S))
     assert chapter["gaussian_gain"](mean, cov)[0] == pytest.approx(exact, abs=0.05)
+    three = chapter["gaussian_gain"](mean[0, :3999].reshape(1333, 3, S), jnp.broadcast_to(C, (1333, 3, S, S)))
+    assert three.mean() < exact - 0.1                                                      # of few draws, on average
     few = chapter["nested_gain"](jax.random.key(0), mean[:, :500], cov[:, :500])[0]
     assert few == pytest.approx(exact, abs=0.1)
     apart = chapter["nested_gain"](jax.random.key(0), 100 * mean[:, :8], cov[:, :8])[0]
