@@ -68,7 +68,8 @@ _WHEN_ASKED_FOR = {
     **dict.fromkeys(("GPMC", "SGPMC", "Mixture", "Run", "calibrate", "sample"), "mcmc"),
     **dict.fromkeys((
         "GPLVM", "ApproximatePowerGPLVM", "CollapsedGPLVM", "Latents", "PointGPLVM",
-        "infer_rows", "predict_rows", "principal_components", "row_log_density"),
+        "PowerGPLVM", "infer_rows", "predict_rows", "principal_components",
+        "row_log_density"),
         "gplvm"),
     **dict.fromkeys((
         "ApproximatePowerGPSSM", "CollapsedGPSSM", "CoupledGPSSM", "CoupledStates",

@@ -8,8 +8,13 @@ __all__ = ['START', 'LIFT', 'WIDER', 'check_row_numbers', 'check_with_gaps', 'wi
            'drawn', 'over_inputs', 'check_latents', 'check_closed', 'check_closed_forms', 'check_noise', 'GPLVM',
            'check_batch', 'uncollapsed', 'averaged', 'latent_statistics', 'CollapsedGPLVM', 'check_one_kernel',
            'check_every_row', 'collapsed_posterior', 'with_best_q', 'input_cavities', 'ApproximatePowerGPLVM',
-           'log_mean_exp', 'energy', 'known_weights', 'NewRows', 'likely_starts', 'infer_rows', 'fixed_noise',
-           'predict_rows', 'row_log_density']
+           'log_mean_exp', 'energy', 'Natural', 'plus', 'moments_of', 'natural_of', 'log_partition',
+           'with_tilted_moments', 'NumberSites', 'no_sites', 'prior_and_sites', 'input_prior', 'prior_mean',
+           'number_log_Z', 'rounds_of_sites', 'energy_of_numbers', 'sites_of_fitted', 'start_of_sites', 'more_rounds',
+           'energy_at_sites', 'latents_at_sites', 'posterior_at_sites', 'PowerGPLVM', 'as_matrix', 'latents_of_sites',
+           'posterior_of_sites', 'check_number_model', 'check_input_prior', 'check_rounds', 'check_fitted',
+           'check_all_rows', 'known_weights', 'NewRows', 'likely_starts', 'infer_rows', 'fixed_noise', 'predict_rows',
+           'row_log_density']
 
 # %% ../nbs/61_latent_variables.ipynb #v004
 from functools import partial
@@ -34,9 +39,11 @@ from .inducing import (
     InducingPoints, InducingPosterior, InducingVariables, inducing_factor)
 from .kernels import ConstantMean, Independent, Kernel, Zero, check_inputs
 from .likelihoods import Gaussian, gaussian_log_density
-from .linalg import cholesky, inverse_lower, precise, solve_lower
-from .parameters import (
-    Fixed, Parameter, as_float, free, freeze, lower_triangular, positive, unwrap)
+from .linalg import (
+    cholesky, factor_or_nan, inverse_lower, precise, solve_lower)
+from gp_thesis.parameters import (
+    Fixed, Parameter, Suggesting, as_float, free, freeze, lower_triangular, positive,
+    unwrap)
 from .products import over_rows, with_inverse
 from .sparse import Statistics, evidence, posterior_of
 from .svgp import (
@@ -583,6 +590,340 @@ def energy(approx, rows, Y, scale, key):
     total = averaged(approx, parts, terms, x, Y, key, log_mean_exp) / alpha
     total = scale * (total - jnp.sum(divergence))
     return total - sum(divergence for _, divergence in each)
+
+# %% ../nbs/61_latent_variables.ipynb #v065
+class Natural(NamedTuple):
+    "exp(shiftᵀ x - ½ xᵀ precision x), or a stack of such."
+    shift: Array      # (..., n)
+    precision: Array  # (..., n, n)
+
+
+def plus(a, b, times=1.0):
+    "a + times b, number by number."
+    return jax.tree.map(lambda a, b: a + times * b, a, b)
+
+
+def moments_of(natural: Natural) -> tuple[Array, Array]:
+    "Means (..., n) and covariances; NaN where it is no density."
+    inverse = jnp.vectorize(lambda P: inverse_lower(factor_or_nan(P)),
+                            signature="(n,n)->(n,n)")(natural.precision)
+    cov = jnp.swapaxes(inverse, -1, -2) @ inverse
+    return jnp.einsum("...ij,...j->...i", cov, natural.shift), cov
+
+
+def natural_of(mean: Array, cov: Array) -> Natural:
+    "That of N(mean, cov), or of a stack."
+    _, precision = moments_of(Natural(jnp.zeros_like(mean), cov))
+    return Natural(jnp.einsum("...ij,...j->...i", precision, mean), precision)
+
+
+def log_partition(natural: Natural) -> Array:
+    "log ∫ of each, added up."
+    mean, cov = moments_of(natural)
+    log_det = jnp.sum(jnp.linalg.slogdet(2 * jnp.pi * cov)[1])
+    return 0.5 * (jnp.sum(natural.shift * mean) + log_det)
+
+
+def with_tilted_moments(moments, slopes) -> Natural:
+    "From those of the cavity and the slopes of log Z, @eq-gplvm-update."
+    (m, V), (g, G) = moments, slopes
+    outward = g[..., :, None] * g[..., None, :] - G - jnp.swapaxes(G, -1, -2)
+    return natural_of(m + jnp.einsum("...ij,...j->...i", V, g), V - V @ outward @ V)
+
+# %% ../nbs/61_latent_variables.ipynb #v065b
+class NumberSites(NamedTuple):
+    "What approximates p(y_np | f_p(x_n)): a factor of each, @eq-gplvm-sites."
+    u: Natural  # t, of v_p = L⁻¹ u_p: (N, P, M) and (N, P, M, M)
+    x: Natural  # λ, of x_n in units of its prior: (N, P, Q) and (N, P, Q, Q)
+
+
+def no_sites(N: int, P: int, M: int, Q: int, dtype) -> NumberSites:
+    "Factors of one, for which q is the prior."
+    zeros = partial(jnp.zeros, dtype=dtype)
+    none = lambda n: Natural(zeros((N, P, n)), zeros((N, P, n, n)))
+    return NumberSites(none(M), none(Q))
+
+
+def prior_and_sites(sites: NumberSites) -> tuple[NumberSites, NumberSites]:
+    "p and q of each v_p and of each x_n, @eq-gplvm-sites."
+    def both(natural, axis):
+        total = jax.tree.map(lambda a: jnp.sum(a, axis=axis), natural)
+        eye = jnp.eye(total.shift.shape[-1], dtype=total.shift.dtype)
+        shape = total.precision.shape
+        prior = Natural(jnp.zeros_like(total.shift), jnp.broadcast_to(eye, shape))
+        return prior, plus(prior, total)
+
+    (p_u, q_u), (p_x, q_x) = both(sites.u, 0), both(sites.x, 1)
+    return NumberSites(p_u, p_x), NumberSites(q_u, q_x)
+
+# %% ../nbs/61_latent_variables.ipynb #v065i
+def input_prior(approx, N: int) -> tuple[Array, Array]:
+    "Means and deviations of the prior of x_n, (N, Q) both."
+    shape = N, approx.inducing.num_dims
+    return (jnp.broadcast_to(approx.mean, shape),
+            jnp.broadcast_to(jnp.sqrt(approx.variance), shape))
+
+
+def prior_mean(model, X, shape):
+    "Of f, which does not depend on x, (N, P)."
+    mean = model.mean.evaluate(X)
+    return jnp.broadcast_to(mean.reshape(len(mean), -1), shape)
+
+
+def number_log_Z(approx, Y):
+    "A function: log Z of number (n, p) from the moments of v_p and x_n in cavities."
+    model, Z, L = approx.model, approx.inducing.Z, lifted_factor(
+        approx.inducing, approx.model.kernel)
+    centre, unit = input_prior(approx, len(Y))
+    inverse, noise = inverse_lower(L), jnp.broadcast_to(model.likelihood.variance,
+                                                        Y.shape[1])
+    above = jnp.where(jnp.isnan(Y), 0, Y - prior_mean(model, centre, Y.shape))
+
+    def log_Z(moments, n, p):
+        (m, V), (e, E) = moments
+        C = inverse.T @ (jnp.eye(len(m), dtype=m.dtype) - V) @ inverse
+        group = _Weights(model.kernel, Z, (inverse.T @ m)[:, None], C[None])
+        x, cov = centre[n] + unit[n] * e, unit[n][:, None] * E * unit[n]
+        f, var = _moments(group, x[None], cov[None])
+        likelihood = eqx.tree_at(lambda a: a.variance, model.likelihood, noise[p])
+        return likelihood.log_tilted(f[0, 0], var[0, 0], above[n, p], approx.power)
+
+    return log_Z
+
+# %% ../nbs/61_latent_variables.ipynb #v065c
+@eqx.filter_jit
+def rounds_of_sites(approx, Y, sites, number, damping):
+    "Rounds over all numbers; and how many sites the last one left as they were."
+    alpha, seen, log_Z = approx.power, ~jnp.isnan(Y), number_log_Z(approx, Y)
+    places = jnp.stack(jnp.meshgrid(*map(jnp.arange, Y.shape), indexing="ij"), -1)
+    slope, flat = jax.grad(log_Z), lambda a: a.reshape(Y.size, *a.shape[2:])
+    take = lambda whole, i: jax.tree.map(lambda a: a[i], whole)
+    add = lambda whole, part, i: jax.tree.map(lambda a, b: a.at[i].add(b), whole, part)
+
+    def visit(q, now):
+        (n, p), site = now
+        mine = NumberSites(take(q.u, p), take(q.x, n))
+        cavity = plus(mine, site, -alpha)
+        moments = tuple(map(moments_of, cavity))
+        target = NumberSites(*map(with_tilted_moments, moments, slope(moments, n, p)))
+        change = jax.tree.map(lambda new, old, s: damping * ((new - old) / alpha - s),
+                              target, cavity, site)
+        covs = [moments_of(part)[1] for part in plus(mine, change)]
+        proper = jnp.all(jnp.stack([jnp.all(jnp.isfinite(cov)) for cov in covs]))
+        moves = proper & seen[n, p]
+        change = jax.tree.map(lambda a: jnp.where(moves, a, 0), change)
+        q = NumberSites(add(q.u, change.u, p), add(q.x, change.x, n))
+        return q, (plus(site, change), ~proper & seen[n, p])
+
+    def one_round(_, state):
+        sites, _ = state
+        _, q = prior_and_sites(sites)
+        now = flat(places), jax.tree.map(flat, sites)
+        sites, left = lax.scan(visit, q, now)[1]
+        back = lambda a: a.reshape(*Y.shape, *a.shape[1:])
+        return jax.tree.map(back, sites), jnp.sum(left)
+
+    return lax.fori_loop(0, number, one_round, (sites, jnp.zeros((), int)))
+
+# %% ../nbs/61_latent_variables.ipynb #v065e
+@eqx.filter_jit
+def energy_of_numbers(approx, Y, sites):
+    "@eq-gplvm-pep-energy."
+    log_Z, (p, q) = number_log_Z(approx, Y), prior_and_sites(sites)
+    N, P = map(jnp.arange, Y.shape)
+
+    def term(site, u, x, n, p):
+        mine = NumberSites(u, x)
+        cavity = plus(mine, site, -approx.power)
+        value = log_Z(tuple(map(moments_of, cavity)), n, p)
+        return value + sum(map(log_partition, cavity)) - sum(map(log_partition, mine))
+
+    of_outputs = jax.vmap(term, (0, 0, None, None, 0))
+    of_row = lambda row: of_outputs(row[0], q.u, *row[1:], P)
+    terms = lax.map(of_row, (sites, q.x, N))
+    gain = sum(map(log_partition, q)) - sum(map(log_partition, p))
+    return gain + jnp.sum(jnp.where(jnp.isnan(Y), 0, terms)) / approx.power
+
+
+@eqx.filter_jit
+def sites_of_fitted(approx, Y, x: Latents, q: VariationalGaussian) -> NumberSites:
+    "Sites whose posterior is q(x) q(v), in equal shares for all that was seen."
+    (centre, unit), seen = input_prior(approx, len(Y)), (~jnp.isnan(Y)).astype(Y.dtype)
+    square = lambda root: root @ jnp.swapaxes(root, -1, -2)
+    S = jnp.broadcast_to(square(q.S_factor), (Y.shape[1], *q.S_factor.shape[-2:]))
+    root = x.root[:, :, None] * jnp.eye(x.mean.shape[1]) if x.root.ndim == 2 else x.root
+    wide = NumberSites(natural_of(q.m.reshape(len(q.m), -1).T, S),
+                       natural_of((x.mean - centre) / unit,
+                                  square(root / unit[:, :, None])))
+    M, Q, (N, P) = len(q.m), x.mean.shape[1], Y.shape
+    prior, _ = prior_and_sites(no_sites(N, P, M, Q, Y.dtype))
+    u, x = plus(wide, prior, -1.0)
+    per_u, per_x = (jnp.maximum(seen.sum(axis), 1) for axis in (0, 1))
+    return NumberSites(
+        jax.tree.map(lambda a: jnp.einsum("np,p...->np...", seen / per_u, a), u),
+        jax.tree.map(lambda a: jnp.einsum("np,n...->np...", seen / per_x[:, None], a),
+                     x))
+
+# %% ../nbs/61_latent_variables.ipynb #v065g
+def start_of_sites(approx, Y, fitted: GPLVM | None = None) -> NumberSites:
+    "Sites to begin with: none, or what a fit with this model implies, in equal shares."
+    Y = check_all_rows(approx, Y)
+    matrix, M, Q = as_matrix(Y), len(approx.inducing), approx.inducing.num_dims
+    if fitted is None:
+        return no_sites(*matrix.shape, M, Q, matrix.dtype)
+    check_fitted(fitted, (*Y.shape, M, Q))
+    return sites_of_fitted(unwrap(approx), matrix, *unwrap((fitted.latents, fitted.q)))
+
+
+def more_rounds(approx, Y, sites: NumberSites, number: int = 10, damping: float = 0.5):
+    "Sites after so many rounds, and how many of them the last one left alone."
+    check_rounds(number, damping)
+    Y = as_matrix(check_all_rows(approx, Y, sites))
+    steps = jnp.asarray(number), jnp.asarray(damping, Y.dtype)
+    return rounds_of_sites(unwrap(approx), Y, sites, *steps)
+
+
+def energy_at_sites(approx, Y, sites: NumberSites) -> Array:
+    "@eq-gplvm-pep-energy, an estimate of log p(Y) where sites have settled."
+    Y = as_matrix(check_all_rows(approx, Y, sites))
+    return energy_of_numbers(unwrap(approx), Y, sites)
+
+
+def latents_at_sites(approx, Y, sites: NumberSites) -> Latents:
+    "q(x_n), with full covariances."
+    Y = as_matrix(check_all_rows(approx, Y, sites))
+    return latents_of_sites(unwrap(approx), Y, sites)
+
+
+def posterior_at_sites(approx, Y, sites: NumberSites) -> InducingPosterior:
+    "q(f), with the queries of every posterior."
+    Y = check_all_rows(approx, Y, sites)
+    return posterior_of_sites(unwrap(approx), Y, sites)
+
+# %% ../nbs/61_latent_variables.ipynb #v065f
+class PowerGPLVM(eqx.Module, metaclass=Suggesting):
+    """Power EP with a factor for each number that was seen, @eq-gplvm-sites.
+
+    Gaussian noise, `InducingPoints`, kernels with known averages; Y (N,) or (N, P) are
+    all rows, NaN where nothing was seen. O(N P M²) numbers, and O(N P M³) time for a
+    round. Not for `fit`: rounds find sites, and the slope of `energy` in the model with
+    sites held still is that of the settled energy. [@bui2017thesis, section 3.7]"""
+    model: GP
+    inducing: InducingPoints
+    power: Fixed     # α in (0, 1]
+    mean: Fixed      # of the prior of x_n: a number, (Q,) or (N, Q)
+    variance: Fixed  # of its independent columns: the same
+
+    def __init__(
+        self,
+        model: GP,  # With Gaussian noise and one kernel
+        inducing: InducingPoints,  # In the space of x
+        power: float = 1.0,  # α in (0, 1]
+        mean=0.0,  # Of the prior of x_n: a number, (Q,), or (N, Q) of measured inputs
+        variance=1.0,  # Of its independent columns: the same
+    ):
+        check_number_model(model, inducing, power)
+        self.model, self.inducing = model, inducing
+        fixed = lambda value: Fixed(np.asarray(value, float_dtype(model)))
+        self.power = fixed(power)
+        self.mean, self.variance = map(fixed, check_input_prior(mean, variance,
+                                                                inducing.num_dims))
+
+    start, rounds, energy = start_of_sites, more_rounds, energy_at_sites
+    latents, posterior = latents_at_sites, posterior_at_sites
+
+# %% ../nbs/61_latent_variables.ipynb #v065j
+def as_matrix(Y: Array) -> Array:
+    "(N, P), also where there is one output without an axis."
+    return Y.reshape(len(Y), -1)
+
+
+@eqx.filter_jit
+def latents_of_sites(approx, Y, sites) -> Latents:
+    "q(x_n), in the units of x."
+    centre, unit = input_prior(approx, len(Y))
+    mean, cov = moments_of(prior_and_sites(sites)[1].x)
+    root = jax.vmap(partial(cholesky, name="cov[x]"))(cov)
+    return Latents(centre + unit * mean, unit[:, :, None] * root)
+
+
+@eqx.filter_jit
+def posterior_of_sites(approx, Y, sites) -> InducingPosterior:
+    "q(f) = ∫ p(f | u) q(u) du."
+    m, S = moments_of(prior_and_sites(sites)[1].u)
+    R, L = jax.vmap(partial(cholesky, name="cov[v]"))(S), lifted_factor(
+        approx.inducing, approx.model.kernel)
+    m, R = (m[0], R[0]) if Y.ndim == 1 else (m.T, R)
+    return InducingPosterior(approx.model, approx.inducing, L, m, R)
+
+# %% ../nbs/61_latent_variables.ipynb #v065h
+def check_number_model(model, inducing, power):
+    "ValueError unless f(x) has known moments and the noise is Gaussian."
+    check_one_kernel(model, inducing), as_power(power)
+    rule = type(inducing) is InducingPoints and expectation_rule(
+        model.kernel, inducing.num_dims)
+    for part, fits in (
+            (model.likelihood, isinstance(model.likelihood, Gaussian)),
+            (inducing, rule), (model.kernel, rule == "closed form"),
+            (model.mean, type(model.mean) in (Zero, ConstantMean))):
+        if not fits:
+            raise ValueError(
+                "PowerGPLVM needs Gaussian noise, InducingPoints, a kernel whose "
+                "averages have closed forms, and a mean that is constant, not "
+                f"{type(part).__name__}")
+
+
+def check_input_prior(mean, variance, Q: int) -> list:
+    "Both as arrays; else a ValueError."
+    values = {name: as_float(value, name)
+              for name, value in (("mean", mean), ("variance", variance))}
+    for name, value in values.items():
+        if value.ndim > 2 or value.shape[-1:] not in ((), (Q,)):
+            raise ValueError(f"{name} must be a number, ({Q},) or (N, {Q}), a column "
+                             f"for each of inducing, got shape {value.shape}")
+        if not np.isfinite(value).all():
+            raise ValueError(f"{name} must be finite, got {value!r}")
+    if np.any(values["variance"] <= 0):
+        raise ValueError(f"variance must be positive, got {variance!r}")
+    return list(values.values())
+
+# %% ../nbs/61_latent_variables.ipynb #v065k
+def check_rounds(number, damping):
+    "ValueError unless rounds can be taken like this."
+    check_count(number, "number")
+    if not 0 < damping <= 1:
+        raise ValueError(f"damping must be above 0 and at most 1, got {damping!r}")
+
+
+def check_fitted(fitted, ours: tuple):
+    "ValueError unless this is a fit of so many rows, outputs and numbers of each."
+    if not isinstance(fitted, GPLVM):
+        raise ValueError("fitted must be a GPLVM, such as with_best_q gives, got "
+                         f"{type(fitted).__name__}")
+    x, q = unwrap((fitted.latents.mean, fitted.q.m))
+    theirs = len(x), *q.shape[1:], len(q), x.shape[1]
+    if ours != theirs:
+        raise ValueError("fitted must have rows, outputs, inducing points and columns "
+                         f"of x {ours}, got {theirs}")
+
+
+def check_all_rows(approx, Y, sites=None) -> Array:
+    "Observations of all rows, which sites may have to fit; else a ValueError."
+    if np.ndim(Y) not in (1, 2):
+        raise ValueError(f"Y must be (N,) or (N, P), got shape {np.shape(Y)}")
+    Y = check_with_gaps(approx.model, Y, np.shape(Y))
+    for name in ("mean", "variance"):
+        shape = jnp.shape(unwrap(getattr(approx, name)))
+        if len(shape) == 2 and shape[0] != len(Y):
+            raise ValueError(f"Y must have {shape[0]} rows, as {name} has, got "
+                             f"{len(Y)}")
+    expected = *as_matrix(Y).shape, len(approx.inducing), approx.inducing.num_dims
+    if sites is not None:
+        found = sites.u.shift.shape + sites.x.shift.shape[2:]
+        if found != expected:
+            raise ValueError("sites must be for rows, outputs, inducing points and "
+                             f"columns of x {expected}, got {found}")
+    return Y
 
 # %% ../nbs/61_latent_variables.ipynb #v070
 def known_weights(post) -> tuple[list[_Weights], bool]:

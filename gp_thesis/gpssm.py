@@ -9,15 +9,14 @@ __all__ = ['STATES', 'LIFT', 'LinearEmission', 'StateSpace', 'check_belief', 'co
            'average', 'step_terms', 'emitted_terms', 'emitted_at', 'of_outputs', 'goes_apart', 'of_known', 'of_nodes',
            'Forecast', 'Paths', 'looked_at', 'observed_moments', 'forecast_states', 'forecast_all', 'draw_states',
            'draw_paths', 'log_forecast', 'series_posterior', 'sites_posterior', 'SeriesPosterior', 'check_transition',
-           'check_parts', 'check_through', 'check_draws', 'check_power_model', 'check_last', 'check_rounds',
-           'check_power_series', 'check_outputs', 'check_controls', 'check_series', 'check_times', 'departure',
-           'process_posterior', 'SparseProcess', 'of_step', 'posteriors', 'divergence', 'start_term', 'all_terms',
-           'gpssm_bound', 'GPSSM', 'series', 'initial_means', 'StepStatistics', 'step_statistics', 'of_one_kernel',
-           'collapsed_bound', 'best_q', 'joint_q', 'CollapsedGPSSM', 'check_collapsible', 'Natural', 'Site', 'plus',
-           'moments_of', 'natural_of', 'log_partition', 'with_tilted_moments', 'step_log_Z', 'factors_of',
-           'emission_sites', 'priors', 'totals', 'take_rounds', 'energy_of_sites', 'shared_out', 'PowerGPSSM', 'tied',
-           'state_cavities', 'gpssm_energy', 'ApproximatePowerGPSSM', 'CoupledStates', 'PriorStates', 'with_u_drawn',
-           'draw_at', 'draw_each', 'trajectories', 'coupled_bound', 'CoupledGPSSM']
+           'check_parts', 'check_through', 'check_draws', 'check_power_model', 'check_last', 'check_power_series',
+           'check_outputs', 'check_controls', 'check_series', 'check_times', 'departure', 'process_posterior',
+           'SparseProcess', 'of_step', 'posteriors', 'divergence', 'start_term', 'all_terms', 'gpssm_bound', 'GPSSM',
+           'series', 'initial_means', 'StepStatistics', 'step_statistics', 'of_one_kernel', 'collapsed_bound', 'best_q',
+           'joint_q', 'CollapsedGPSSM', 'check_collapsible', 'Site', 'step_log_Z', 'factors_of', 'emission_sites',
+           'priors', 'totals', 'take_rounds', 'energy_of_sites', 'shared_out', 'PowerGPSSM', 'tied', 'state_cavities',
+           'gpssm_energy', 'ApproximatePowerGPSSM', 'CoupledStates', 'PriorStates', 'with_u_drawn', 'draw_at',
+           'draw_each', 'trajectories', 'coupled_bound', 'CoupledGPSSM']
 
 # %% ../nbs/62_state_space.ipynb #s004
 from functools import partial
@@ -35,10 +34,13 @@ from .exact import GP, Approximation, Posterior, compiled, float_dtype
 from .expectations import (
     expected_diag, expected_input_kernel, expected_kernel, expected_product, observed,
     semidefinite_root, standard_nodes)
+from .gplvm import (
+    Natural, check_rounds, log_partition, moments_of, natural_of, plus,
+    with_tilted_moments)
 from .inducing import InducingPoints, InducingVariables, inducing_factor
 from .kernels import Independent, Process
 from .likelihoods import Gaussian, Likelihood
-from .linalg import cholesky, factor_or_nan, inverse_lower
+from .linalg import cholesky, inverse_lower
 from .parameters import (
     Fixed, Parameter, Suggesting, as_float, free, is_parameter, lower_triangular,
     positive, suggesting, unwrap)
@@ -678,13 +680,6 @@ def check_last(model, power, seen):
                          "the last state would have no density")
 
 # %% ../nbs/62_state_space.ipynb #s103c
-def check_rounds(number, damping):
-    "ValueError unless rounds can be taken like this."
-    check_count(number, "number")
-    if not 0 < damping <= 1:
-        raise ValueError(f"damping must be above 0 and at most 1, got {damping!r}")
-
-
 def check_power_series(approx, Y, states=None) -> Array:
     "All observations of the series, which states may have to fit; else a ValueError."
     Y = check_outputs(approx.model, Y, float_dtype(approx.model))
@@ -1029,52 +1024,13 @@ def check_collapsible(model, inducing):
                          f"{type(model.transition.mean).__name__}")
 
 # %% ../nbs/62_state_space.ipynb #s051
-class Natural(NamedTuple):
-    "exp(shiftᵀ x - ½ xᵀ precision x), or a stack of such."
-    shift: Array      # (..., n)
-    precision: Array  # (..., n, n)
-
-
 class Site(NamedTuple):
     "What approximates p(x_t | f, x_{t-1}): a factor of each, @eq-step-site."
     u: Natural       # h, of v = L⁻¹ u, for each of D functions
     before: Natural  # β, of x_{t-1}
     after: Natural   # λ, of x_t
 
-
-def plus(a, b, times=1.0):
-    "a + times b, number by number."
-    return jax.tree.map(lambda a, b: a + times * b, a, b)
-
-
-def moments_of(natural: Natural) -> tuple[Array, Array]:
-    "Means (..., n) and covariances; NaN where it is no density."
-    inverse = jnp.vectorize(lambda P: inverse_lower(factor_or_nan(P)),
-                            signature="(n,n)->(n,n)")(natural.precision)
-    cov = jnp.swapaxes(inverse, -1, -2) @ inverse
-    return jnp.einsum("...ij,...j->...i", cov, natural.shift), cov
-
-
-def natural_of(mean: Array, cov: Array) -> Natural:
-    "That of N(mean, cov), or of a stack."
-    _, precision = moments_of(Natural(jnp.zeros_like(mean), cov))
-    return Natural(jnp.einsum("...ij,...j->...i", precision, mean), precision)
-
-
-def log_partition(natural: Natural) -> Array:
-    "log ∫ of each, added up."
-    mean, cov = moments_of(natural)
-    log_det = jnp.sum(jnp.linalg.slogdet(2 * jnp.pi * cov)[1])
-    return 0.5 * (jnp.sum(natural.shift * mean) + log_det)
-
 # %% ../nbs/62_state_space.ipynb #s052
-def with_tilted_moments(moments, slopes) -> Natural:
-    "From those of the cavity and the slopes of log Z, @eq-moments-from-slopes."
-    (m, V), (g, G) = moments, slopes
-    outward = g[..., :, None] * g[..., None, :] - G - jnp.swapaxes(G, -1, -2)
-    return natural_of(m + jnp.einsum("...ij,...j->...i", V, g), V - V @ outward @ V)
-
-
 def step_log_Z(approx, factors, moments, c) -> Array:
     "log of the tilted normaliser of one step, by moment matching."
     (m, S), (m0, V0), (m1, V1) = moments

@@ -10,9 +10,10 @@ import numpy as np
 import optax
 import pytest
 from conftest import TOP
+from gp_thesis import gplvm
 from gp_thesis.gplvm import (
-    ApproximatePowerGPLVM, CollapsedGPLVM, GPLVM, Latents, PointGPLVM, infer_rows, input_cavities, predict_rows, principal_components,
-    row_log_density, with_best_q)
+    ApproximatePowerGPLVM, CollapsedGPLVM, GPLVM, Latents, PointGPLVM, PowerGPLVM, infer_rows, input_cavities, predict_rows,
+    principal_components, row_log_density, with_best_q)
 from gp_thesis.parameters import free, lower_triangular, partition, positive, unwrap
 from gp_thesis.svgp import VariationalGaussian
 from gp_thesis.tied_factors import tied_cavity
@@ -443,6 +444,147 @@ def test_principal_components():
         principal_components(Y, 4)
 
 
+# Sites of their own
+
+def settled_sites(approx, seen, sites=None, damping=0.5, number=300):
+    sites, left = approx.rounds(seen, approx.start(seen) if sites is None else sites, number, damping)
+    assert left == 0
+    return sites
+
+
+@pytest.mark.parametrize("power", [0.3, 1.0])
+def test_sites_at_known_inputs_are_those_of_regression(power, monkeypatch):
+    "Output by output, with gaps and a noise variance of each; without the noise on u that regression does not have."
+    monkeypatch.setitem(gplvm.LIFT, "float64", 0.0)
+    noise = np.array([0.15, 0.3, 0.08])
+    approx = PowerGPLVM(model(likelihood=gpt.Gaussian(noise)), POINTS, power, MEANS, 1e-12)
+    sites = settled_sites(approx, GAPS, damping=1.0, number=40)
+    post, total = approx.posterior(GAPS, sites), 0.0
+    for p, (y, variance) in enumerate(zip(GAPS.T, noise)):
+        seen = ~np.isnan(y)
+        closed = gpt.PowerEPRegression(model(likelihood=gpt.Gaussian(variance)), POINTS, power)
+        total += closed.objective(MEANS[seen], y[seen])
+        theirs = closed.posterior(MEANS[seen], y[seen])
+        assert np.allclose(post.m[:, p], theirs.m, atol=1e-7)
+        assert np.allclose(post.S_factor[p] @ post.S_factor[p].T, theirs.S_factor @ theirs.S_factor.T, atol=1e-7)
+    assert np.isclose(approx.energy(GAPS, sites), total, rtol=1e-8)
+    alone = PowerGPLVM(model(likelihood=gpt.Gaussian(0.15)), POINTS, power, MEANS, 1e-12)
+    one = settled_sites(alone, Y[:, 0], damping=1.0, number=40)
+    closed = gpt.PowerEPRegression(model(likelihood=gpt.Gaussian(0.15)), POINTS, power)
+    assert np.isclose(alone.energy(Y[:, 0], one), closed.objective(MEANS, Y[:, 0]), rtol=1e-8)
+    assert alone.posterior(Y[:, 0], one).marginals(Z)[0].shape == (M,)
+
+
+@pytest.fixture(scope="module")
+def fitted_bound():
+    "Two outputs of one unknown input, the bound at its optimum with its hyperparameters held, and that bound."
+    x = np.linspace(-1.5, 1.5, 10)
+    seen = np.column_stack([np.sin(2 * x), np.cos(2 * x)]) + 0.2 * np.random.default_rng(8).normal(size=(10, 2))
+    seen[3, 0] = seen[7, 1] = np.nan
+    prior, points = gpt.freeze((gpt.GP(gpt.RBF(0.8, 0.7), gpt.Gaussian(0.1)), gpt.InducingPoints(np.linspace(-1.8, 1.8, 6)[:, None])))
+    start = CollapsedGPLVM(prior, points, 10, 1, x[:, None])
+    found = gpt.fit(start, (np.arange(10), seen), steps=3000, tolerance=1e-15, progress=False).approx
+    free_q = eqx.tree_at(lambda a: a.latents, GPLVM(prior, points, 10, 1, 2), found.latents)
+    return seen, with_best_q(free_q, np.arange(10), seen), float(found.objective(np.arange(10), seen))
+
+
+def test_shared_out_sites_have_the_posterior_that_they_came_from(fitted_bound):
+    seen, fitted, _ = fitted_bound
+    for mean, variance in ((0.0, 1.0), (0.4, 2.5)):
+        approx = PowerGPLVM(fitted.model, fitted.inducing, 0.5, mean, variance)
+        sites = approx.start(seen, fitted)
+        ours, theirs = approx.latents(seen, sites), unwrap(fitted.latents)
+        assert np.allclose(ours.mean, theirs.mean) and np.allclose(ours.root[:, :, 0], theirs.root)
+        post, q = approx.posterior(seen, sites), unwrap(fitted.q)
+        square = lambda R: R @ np.swapaxes(R, 1, 2)
+        assert np.allclose(post.m, q.m) and np.allclose(square(post.S_factor), square(q.S_factor))
+        assert not np.any(np.asarray(sites.u.precision)[np.isnan(seen)]) and not np.any(np.asarray(sites.x.shift)[np.isnan(seen)])
+        assert np.allclose(post.marginals(Z[:, :1])[0], fitted.posterior().marginals(Z[:, :1])[0])
+
+
+def test_sites_towards_power_zero_reach_the_bound(fitted_bound):
+    seen, fitted, best = fitted_bound
+    energies = []
+    for power in (0.02, 0.01):
+        approx = PowerGPLVM(fitted.model, fitted.inducing, power)
+        sites = settled_sites(approx, seen, approx.start(seen, fitted))
+        energies.append(float(approx.energy(seen, sites)))
+        assert np.allclose(approx.latents(seen, sites).mean, unwrap(fitted.latents).mean, atol=0.5 * power)
+    assert np.isclose(2 * energies[1] - energies[0], best, rtol=0, atol=1e-3)
+    assert energies[0] - best > 2e-3  # the two are told apart
+
+
+@pytest.mark.parametrize("power", [0.5, 0.8])
+def test_the_energy_is_stationary_in_its_sites_and_its_slope_that_of_the_settled_one(fitted_bound, power):
+    seen, fitted, _ = fitted_bound
+    made = lambda noise, lengthscale: PowerGPLVM(
+        gpt.GP(gpt.RBF(lengthscale, 0.7), gpt.Gaussian(noise)), fitted.inducing, power)
+    approx = made(0.1, 0.8)
+    sites = settled_sites(approx, seen, approx.start(seen, fitted), number=1500)
+    slope_in_sites = jax.jit(jax.grad(lambda sites: approx.energy(jnp.asarray(seen), sites)))
+    both = lambda a: a + np.swapaxes(a, -1, -2) if a.ndim == 4 else a  # ways of a symmetric matrix
+    largest = lambda sites: max(np.max(np.abs(both(a))[~np.isnan(seen)]) for a in jax.tree.leaves(slope_in_sites(sites)))
+    assert largest(sites) < 1e-6 and largest(jax.tree.map(lambda a: 1.01 * a, sites)) > 1e-4
+    for up, down in (((0.1001, 0.8), (0.0999, 0.8)), ((0.1, 0.8001), (0.1, 0.7999))):
+        held = [made(*each).energy(seen, sites) for each in (up, down)]
+        again = [made(*each).energy(seen, settled_sites(made(*each), seen, sites, number=1500)) for each in (up, down)]
+        assert abs(held[0] - held[1]) > 1e-5
+        assert np.isclose(held[0] - held[1], again[0] - again[1], rtol=1e-4)
+    moving, rest = partition(approx)
+    slope = jax.grad(lambda moving: eqx.combine(moving, rest).energy(seen, sites))(moving).model
+    assert all(np.all(np.isfinite(a)) and np.any(a) for a in jax.tree.leaves(slope))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_one_number_at_power_one_has_the_matched_moments_of_quadrature(kernel):
+    "Then cavities are the priors: the energy is log Z by moments of f over nodes of x, and q(x), q(v) follow from its slopes."
+    prior, (mean, deviation), y = model(kernel), (np.array([0.3, -0.8]), np.array([0.7, 0.4])), 1.1
+    L = np.linalg.cholesky(lifted(KERNELS[kernel]))
+
+    def log_Z(m=np.zeros(M), V=np.eye(M), centre=mean, cov=np.diag(deviation**2)):
+        X, mass = nodes(centre, np.linalg.cholesky(cov), 40)
+        k = unwrap(KERNELS[kernel])
+        A = np.linalg.solve(L, np.asarray(k.evaluate(jnp.asarray(Z), jnp.asarray(X))))
+        f = 0.2 + A.T @ m
+        v = np.asarray(k.evaluate_diag(jnp.asarray(X))) - np.sum(A**2, axis=0) + np.einsum("is,ij,js->s", A, V, A)
+        return stats.norm.logpdf(y, mass @ f, np.sqrt(mass @ v + mass @ (f - mass @ f) ** 2 + 0.15))
+
+    approx = PowerGPLVM(prior, POINTS, 1.0, mean[None], deviation[None] ** 2)
+    sites = settled_sites(approx, [y], damping=1.0, number=1)
+    assert np.isclose(approx.energy([y], sites), log_Z(), rtol=1e-9)
+    x, post, h = approx.latents([y], sites), approx.posterior([y], sites), 1e-4
+    for name, start, cov, m, S in (("centre", mean, np.diag(deviation**2), x.mean[0], x.root[0] @ x.root[0].T),
+                                   ("m", np.zeros(M), np.eye(M), post.m, post.S_factor @ post.S_factor.T)):
+        eye, second = np.eye(len(start)), {"centre": "cov", "m": "V"}[name]
+        g = np.array([(log_Z(**{name: start + h * e}) - log_Z(**{name: start - h * e})) / (2 * h) for e in eye])
+        both = [[0.5 * (np.outer(a, b) + np.outer(b, a)) for b in eye] for a in eye]
+        G = np.array([[(log_Z(**{second: cov + h * B}) - log_Z(**{second: cov - h * B})) / (2 * h) for B in row] for row in both])
+        assert np.allclose(m, start + cov @ g, atol=1e-6)
+        assert np.allclose(S, cov - cov @ (np.outer(g, g) - 2 * G) @ cov, atol=1e-6)
+    assert np.max(np.abs(x.mean - mean)) > 1e-3 or kernel == "RBF"
+
+
+def test_a_site_that_would_leave_no_density_stays_and_is_counted(fitted_bound):
+    seen, fitted, _ = fitted_bound
+    approx = PowerGPLVM(fitted.model, fitted.inducing, 1.0)
+    sites = approx.start(seen, fitted)
+    spoilt = eqx.tree_at(lambda s: s.x.precision, sites, sites.x.precision.at[2, 0].set(50.0).at[2, 1].set(-20.0))
+    after, left = approx.rounds(seen, spoilt, 1, 1.0)
+    assert left == 1 and after.x.precision[2, 0, 0, 0] == 50.0 and after.x.precision[2, 1, 0, 0] != -20.0
+    assert all(np.all(np.isfinite(a)) for a in jax.tree.leaves(after))
+
+
+def test_sites_of_single_precision():
+    approx = gpt.cast(PowerGPLVM(model(), POINTS, 0.5, MEANS, 0.1), jnp.float32)
+    double = PowerGPLVM(model(), POINTS, 0.5, MEANS, 0.1)
+    ours, theirs = (each.energy(GAPS, settled_sites(each, GAPS, number=60)) for each in (approx, double))
+    assert ours.dtype == jnp.float32 and np.isclose(ours, theirs, rtol=1e-2)
+
+
+def power_ep(prior=None, points=POINTS, power=0.5, **more):
+    return PowerGPLVM(model() if prior is None else prior, points, power, **more)
+
+
 REFUSED = [
     (lambda: GPLVM(model(), POINTS, N, 3, P), "inducing must have 3 columns"),
     (lambda: GPLVM(gpt.GP(gpt.RBF(np.ones(3)), gpt.Gaussian()), POINTS, N, Q, P), "lengthscale"),
@@ -480,6 +622,23 @@ REFUSED = [
     (lambda: infer_rows(gpt.Exact(model()).posterior(MEANS, Y), Y, MEANS), "ExactPosterior has no closed form"),
     (lambda: infer_rows(KINDS["variational"]().posterior(), Y, MEANS, samples=3), "key must be a JAX random key"),
     (lambda: predict_rows(gpt.Exact(model()).posterior(MEANS, Y), Latents(MEANS, DEVIATIONS)), "ExactPosterior has no closed form"),
+    (lambda: power_ep(power=0.0), "power must be a number above 0 and at most 1, got 0.0"),
+    (lambda: power_ep(power=1.5), "power must be a number above 0 and at most 1, got 1.5"),
+    (lambda: power_ep(model(likelihood=gpt.Bernoulli())), "needs Gaussian noise.*not Bernoulli"),
+    (lambda: power_ep(gpt.GP(gpt.Matern32(), gpt.Gaussian())), "closed forms.*not Matern32"),
+    (lambda: power_ep(points=gpt.GaussianWindow(Z)), "InducingPoints.*not GaussianWindow"),
+    (lambda: power_ep(gpt.GP(gpt.RBF(), gpt.Gaussian(), gpt.LinearMean(np.ones(Q)))), "constant, not LinearMean"),
+    (lambda: power_ep(gpt.GP(gpt.Independent([gpt.RBF(), gpt.RBF()]), gpt.Gaussian())), "one kernel for all outputs"),
+    (lambda: power_ep(variance=-1.0), "variance must be positive, got -1.0"),
+    (lambda: power_ep(mean=np.zeros(3)), r"mean must be a number, \(2,\) or \(N, 2\).*got shape \(3,\)"),
+    (lambda: power_ep(mean=MEANS).start(Y[:4]), "Y must have 9 rows, as mean has, got 4"),
+    (lambda: power_ep().start(np.where(Y == Y[0, 0], np.inf, Y)), "finite"),
+    (lambda: power_ep().start(np.zeros((2, 2, 2))), r"Y must be \(N,\) or \(N, P\), got shape \(2, 2, 2\)"),
+    (lambda: power_ep().start(Y, KINDS["collapsed"]()), "fitted must be a GPLVM.*got CollapsedGPLVM"),
+    (lambda: power_ep().start(Y[:, :2], KINDS["variational"]()), r"fitted must have rows.*\(9, 2, 5, 2\), got \(9, 3, 5, 2\)"),
+    (lambda: power_ep().rounds(Y, power_ep().start(Y[:5])), r"sites must be for rows.*\(9, 3, 5, 2\), got \(5, 3, 5, 2\)"),
+    (lambda: power_ep().rounds(Y, power_ep().start(Y), damping=0.0), "damping must be above 0 and at most 1, got 0.0"),
+    (lambda: power_ep().rounds(Y, power_ep().start(Y), number=0), "number must be a positive integer"),
 ]
 
 
