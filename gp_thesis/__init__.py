@@ -74,7 +74,8 @@ _WHEN_ASKED_FOR = {
     **dict.fromkeys((
         "ApproximatePowerGPSSM", "CollapsedGPSSM", "CoupledGPSSM", "CoupledStates",
         "Draws", "FactorisedStates", "GPSSM", "LinearEmission", "MarkovStates",
-        "PowerGPSSM", "PriorStates", "StateSpace", "series"), "gpssm")}
+        "PowerChainGPSSM", "PowerGPSSM", "PriorStates", "StateSpace", "coupled",
+        "series"), "gpssm")}
 
 
 def __getattr__(name):

@@ -9,12 +9,12 @@ __all__ = ['START', 'LIFT', 'WIDER', 'check_row_numbers', 'check_with_gaps', 'wi
            'check_batch', 'uncollapsed', 'averaged', 'latent_statistics', 'CollapsedGPLVM', 'check_one_kernel',
            'check_every_row', 'collapsed_posterior', 'with_best_q', 'input_cavities', 'ApproximatePowerGPLVM',
            'log_mean_exp', 'energy', 'Natural', 'plus', 'moments_of', 'natural_of', 'log_partition',
-           'with_tilted_moments', 'NumberSites', 'no_sites', 'prior_and_sites', 'input_prior', 'prior_mean',
-           'number_log_Z', 'rounds_of_sites', 'energy_of_numbers', 'sites_of_fitted', 'start_of_sites', 'more_rounds',
-           'energy_at_sites', 'latents_at_sites', 'posterior_at_sites', 'PowerGPLVM', 'as_matrix', 'latents_of_sites',
-           'posterior_of_sites', 'check_number_model', 'check_input_prior', 'check_rounds', 'check_fitted',
-           'check_all_rows', 'known_weights', 'NewRows', 'likely_starts', 'infer_rows', 'fixed_noise', 'predict_rows',
-           'row_log_density']
+           'with_tilted_moments', 'visited', 'symmetric', 'NumberSites', 'no_sites', 'prior_and_sites', 'input_prior',
+           'prior_mean', 'number_log_Z', 'rounds_of_sites', 'energy_of_numbers', 'sites_of_fitted', 'start_of_sites',
+           'more_rounds', 'energy_at_sites', 'latents_at_sites', 'posterior_at_sites', 'PowerGPLVM', 'as_matrix',
+           'latents_of_sites', 'posterior_of_sites', 'check_number_model', 'check_input_prior', 'check_rounds',
+           'check_fitted', 'check_all_rows', 'known_weights', 'NewRows', 'likely_starts', 'infer_rows', 'fixed_noise',
+           'predict_rows', 'row_log_density']
 
 # %% ../nbs/61_latent_variables.ipynb #v004
 from functools import partial
@@ -630,6 +630,25 @@ def with_tilted_moments(moments, slopes) -> Natural:
     outward = g[..., :, None] * g[..., None, :] - G - jnp.swapaxes(G, -1, -2)
     return natural_of(m + jnp.einsum("...ij,...j->...i", V, g), V - V @ outward @ V)
 
+# %% ../nbs/61_latent_variables.ipynb #v65v
+def visited(q, site, log_Z, power, damping):
+    "What a visit adds to a site, none if q would be no density; and if it is one."
+    cavity = plus(q, site, -power)
+    moments = tuple(map(moments_of, cavity))
+    target = type(site)(*map(with_tilted_moments, moments, jax.grad(log_Z)(moments)))
+    change = jax.tree.map(lambda new, old, s: damping * ((new - old) / power - s),
+                          target, cavity, site)
+    change = type(site)(*map(symmetric, change))
+    covs = [moments_of(part)[1] for part in plus(q, change)]
+    proper = jnp.all(jnp.stack([jnp.all(jnp.isfinite(cov)) for cov in covs]))
+    return jax.tree.map(lambda a: jnp.where(proper, a, 0), change), proper
+
+
+def symmetric(natural: Natural) -> Natural:
+    "Moments look at one triangle: a rounding error in the other one would grow."
+    P = natural.precision
+    return Natural(natural.shift, 0.5 * (P + jnp.swapaxes(P, -1, -2)))
+
 # %% ../nbs/61_latent_variables.ipynb #v065b
 class NumberSites(NamedTuple):
     "What approximates p(y_np | f_p(x_n)): a factor of each, @eq-gplvm-sites."
@@ -694,24 +713,18 @@ def number_log_Z(approx, Y):
 @eqx.filter_jit
 def rounds_of_sites(approx, Y, sites, number, damping):
     "Rounds over all numbers; and how many sites the last one left as they were."
-    alpha, seen, log_Z = approx.power, ~jnp.isnan(Y), number_log_Z(approx, Y)
+    seen, log_Z = ~jnp.isnan(Y), number_log_Z(approx, Y)
     places = jnp.stack(jnp.meshgrid(*map(jnp.arange, Y.shape), indexing="ij"), -1)
-    slope, flat = jax.grad(log_Z), lambda a: a.reshape(Y.size, *a.shape[2:])
+    flat = lambda a: a.reshape(Y.size, *a.shape[2:])
     take = lambda whole, i: jax.tree.map(lambda a: a[i], whole)
     add = lambda whole, part, i: jax.tree.map(lambda a, b: a.at[i].add(b), whole, part)
 
     def visit(q, now):
         (n, p), site = now
         mine = NumberSites(take(q.u, p), take(q.x, n))
-        cavity = plus(mine, site, -alpha)
-        moments = tuple(map(moments_of, cavity))
-        target = NumberSites(*map(with_tilted_moments, moments, slope(moments, n, p)))
-        change = jax.tree.map(lambda new, old, s: damping * ((new - old) / alpha - s),
-                              target, cavity, site)
-        covs = [moments_of(part)[1] for part in plus(mine, change)]
-        proper = jnp.all(jnp.stack([jnp.all(jnp.isfinite(cov)) for cov in covs]))
-        moves = proper & seen[n, p]
-        change = jax.tree.map(lambda a: jnp.where(moves, a, 0), change)
+        change, proper = visited(mine, site, lambda moments: log_Z(moments, n, p),
+                                 approx.power, damping)
+        change = jax.tree.map(lambda a: jnp.where(seen[n, p], a, 0), change)
         q = NumberSites(add(q.u, change.u, p), add(q.x, change.x, n))
         return q, (plus(site, change), ~proper & seen[n, p])
 

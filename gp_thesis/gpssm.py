@@ -8,15 +8,18 @@ __all__ = ['STATES', 'LIFT', 'LinearEmission', 'StateSpace', 'check_belief', 'co
            'inputs_of', 'residuals', 'drawn_residuals', 'gaussian_expected', 'gaussian_log_tilted', 'of_residual',
            'average', 'step_terms', 'emitted_terms', 'emitted_at', 'of_outputs', 'goes_apart', 'of_known', 'of_nodes',
            'Forecast', 'Paths', 'looked_at', 'observed_moments', 'forecast_states', 'forecast_all', 'draw_states',
-           'draw_paths', 'log_forecast', 'series_posterior', 'sites_posterior', 'SeriesPosterior', 'check_transition',
-           'check_parts', 'check_through', 'check_draws', 'check_power_model', 'check_last', 'check_power_series',
-           'check_outputs', 'check_controls', 'check_series', 'check_times', 'departure', 'process_posterior',
-           'SparseProcess', 'of_step', 'posteriors', 'divergence', 'start_term', 'all_terms', 'gpssm_bound', 'GPSSM',
-           'series', 'initial_means', 'StepStatistics', 'step_statistics', 'of_one_kernel', 'collapsed_bound', 'best_q',
-           'joint_q', 'CollapsedGPSSM', 'check_collapsible', 'Site', 'step_log_Z', 'factors_of', 'emission_sites',
-           'priors', 'totals', 'take_rounds', 'energy_of_sites', 'shared_out', 'PowerGPSSM', 'tied', 'state_cavities',
-           'gpssm_energy', 'ApproximatePowerGPSSM', 'CoupledStates', 'PriorStates', 'with_u_drawn', 'draw_at',
-           'draw_each', 'trajectories', 'coupled_bound', 'CoupledGPSSM']
+           'draw_paths', 'log_forecast', 'series_posterior', 'sites_posterior', 'posterior_of_sites', 'SeriesPosterior',
+           'check_transition', 'check_parts', 'check_through', 'check_draws', 'check_power_model', 'check_last',
+           'check_power_series', 'check_sites', 'check_outputs', 'check_controls', 'check_series', 'check_times',
+           'departure', 'process_posterior', 'SparseProcess', 'of_step', 'posteriors', 'divergence', 'start_term',
+           'all_terms', 'gpssm_bound', 'GPSSM', 'series', 'initial_means', 'StepStatistics', 'step_statistics',
+           'of_one_kernel', 'collapsed_bound', 'best_q', 'joint_q', 'CollapsedGPSSM', 'check_collapsible', 'Site',
+           'step_moments', 'step_log_Z', 'factors_of', 'emission_sites', 'priors', 'totals', 'take_rounds',
+           'energy_of_sites', 'all_partitions', 'shared_out', 'shares_of_u', 'PowerGPSSM', 'PairSite', 'beside',
+           'onward', 'messages', 'pair_log_Z', 'take_pair_rounds', 'energy_of_pairs', 'shared_pairs', 'pair_totals',
+           'PowerChainGPSSM', 'tied', 'state_cavities', 'gpssm_energy', 'ApproximatePowerGPSSM', 'CoupledStates',
+           'PriorStates', 'with_u_drawn', 'draw_at', 'draw_each', 'trajectories', 'coupled_bound', 'CoupledGPSSM',
+           'coupled', 'links_through_f']
 
 # %% ../nbs/62_state_space.ipynb #s004
 from functools import partial
@@ -35,8 +38,7 @@ from .expectations import (
     expected_diag, expected_input_kernel, expected_kernel, expected_product, observed,
     semidefinite_root, standard_nodes)
 from .gplvm import (
-    Natural, check_rounds, log_partition, moments_of, natural_of, plus,
-    with_tilted_moments)
+    Natural, check_rounds, log_partition, moments_of, natural_of, plus, visited)
 from .inducing import InducingPoints, InducingVariables, inducing_factor
 from .kernels import Independent, Process
 from .likelihoods import Gaussian, Likelihood
@@ -545,11 +547,16 @@ def series_posterior(approx, q=None):
 def sites_posterior(approx, Y, sites):
     "Of the sites of Power EP."
     approx = unwrap(approx)
-    u, x = totals(approx, emission_sites(approx.model, Y)[0], sites)
+    u, x = approx.totals(emission_sites(approx.model, Y)[0], sites)
     m, S = moments_of(u)
     q = joint_q(m, jax.vmap(cholesky)(S))
     f = process_posterior(of_step(approx.model), approx.inducing, q)
     return SeriesPosterior(approx.model, f, None, *moments_of(x))
+
+
+def posterior_of_sites(approx, Y, sites):
+    "A `SeriesPosterior`, of sites that have settled."
+    return sites_posterior(approx, approx.check(Y, sites), sites)
 
 # %% ../nbs/62_state_space.ipynb #s086
 class SeriesPosterior(eqx.Module):
@@ -693,6 +700,15 @@ def check_power_series(approx, Y, states=None) -> Array:
     if not isinstance(Y, jax.core.Tracer):
         check_last(approx.model, unwrap(approx.power), ~np.isnan(Y[-1]))
     return Y
+
+# %% ../nbs/62_state_space.ipynb #s10d
+def check_sites(approx, Y, sites) -> Array:
+    "All observations, for sites such as `start` gives; else a ValueError."
+    T = len(unwrap(approx.controls))
+    if type(sites) is not approx.kind or len(sites.u.shift) != T:
+        raise ValueError(f"sites must be what start(Y, states) gives, {T} of "
+                         f"{approx.kind.__name__}, got {type(sites).__name__}")
+    return check_power_series(approx, Y)
 
 # %% ../nbs/62_state_space.ipynb #s104
 def check_outputs(model, Y, dtype) -> Array:
@@ -851,7 +867,8 @@ class GPSSM(Approximation):
 
     A batch is (times, Y), integers 1 to T (B,) and observations (B, P), and stands for
     all T steps; NaN in Y was not observed. O(B M² + M³) time for each state and pair
-    of states. ValueError for parts that do not fit. [@frigola2014; @mchutchon2014]"""
+    of states, and O(T D³) for the entropy. ValueError for parts that do not fit.
+    [@frigola2014; @mchutchon2014]"""
     model: StateSpace               # what is believed
     transition: SparseProcess       # q of f
     emission: SparseProcess | None  # q of g, if the emission is a GP
@@ -1031,10 +1048,9 @@ class Site(NamedTuple):
     after: Natural   # λ, of x_t
 
 # %% ../nbs/62_state_space.ipynb #s052
-def step_log_Z(approx, factors, moments, c) -> Array:
-    "log of the tilted normaliser of one step, by moment matching."
-    (m, S), (m0, V0), (m1, V1) = moments
-    process = approx.model.transition
+def step_moments(approx, factors, q, before, c):
+    "Moments of f(x_{t-1}, c), from those of v and of x_{t-1}."
+    (m, S), (m0, V0), process = q, before, approx.model.transition
     groups = each_latent(approx.inducing, process.kernel)
     unknown = jnp.eye(S.shape[-1], dtype=S.dtype) - S
     take = lambda d: slice(None) if len(groups) == 1 else slice(d, d + 1)
@@ -1043,8 +1059,13 @@ def step_log_Z(approx, factors, moments, c) -> Array:
                for d, ((inducing, kernel), factor) in enumerate(zip(groups, factors))]
     inputs, cov = jnp.concatenate([m0, c])[None], jnp.pad(V0, ((0, len(c)),) * 2)[None]
     affine = affine_parts(process.mean, inputs.shape[1], len(m), m.dtype)
-    f = with_affine_mean(kernel_moments(weights, inputs, cov), inputs, cov, *affine)
-    noise = approx.model.noise[None]
+    return with_affine_mean(kernel_moments(weights, inputs, cov), inputs, cov, *affine)
+
+
+def step_log_Z(approx, factors, moments, c) -> Array:
+    "log of the tilted normaliser of one step, by moment matching."
+    q, before, (m1, V1) = moments
+    f, noise = step_moments(approx, factors, q, before, c), approx.model.noise[None]
     return gaussian_log_tilted(m1 - f.mean, V1 + f.cov, noise, approx.power)[0]
 
 
@@ -1092,21 +1113,14 @@ def totals(approx, emitted, sites) -> tuple[Natural, Natural]:
 @eqx.filter_jit
 def take_rounds(approx, Y, sites, number, damping):
     "Rounds from x_0 to x_T; and how many sites the last one left as they were."
-    alpha, factors = approx.power, factors_of(approx)
+    factors = factors_of(approx)
     emitted, _ = emission_sites(approx.model, Y)
-    slope = jax.grad(lambda moments, c: step_log_Z(approx, factors, moments, c))
 
     def visit(state, now):
         (u, x), (site, back, seen, c) = state, now
         q = Site(u, x, plus(plus(seen, site.after), back))
-        cavity = plus(q, site, -alpha)
-        moments = tuple(map(moments_of, cavity))
-        target = Site(*map(with_tilted_moments, moments, slope(moments, c)))
-        change = jax.tree.map(lambda new, old, s: damping * ((new - old) / alpha - s),
-                              target, cavity, site)
-        covs = [moments_of(part)[1] for part in plus(q, change)]
-        proper = jnp.all(jnp.stack([jnp.all(jnp.isfinite(cov)) for cov in covs]))
-        change = jax.tree.map(lambda a: jnp.where(proper, a, 0), change)
+        log_Z = lambda moments: step_log_Z(approx, factors, moments, c)
+        change, proper = visited(q, site, log_Z, approx.power, damping)
         q = plus(q, change)
         return (q.u, q.after), (plus(site, change), ~proper)
 
@@ -1133,23 +1147,24 @@ def energy_of_sites(approx, Y, sites):
         q = Site(u, before, after)
         cavity = plus(q, site, -approx.power)
         log_Z = step_log_Z(approx, factors, tuple(map(moments_of, cavity)), c)
-        return log_Z + sum(map(log_partition, cavity)) - sum(map(log_partition, q))
+        return log_Z + all_partitions(cavity) - all_partitions(q)
 
     ends = (jax.tree.map(lambda a: a[part], x) for part in (slice(-1), slice(1, None)))
     terms = jax.vmap(term)(sites, *ends, approx.controls)
-    prior = sum(map(log_partition, priors(approx)))
-    return (log_partition(u) + log_partition(x) - prior + constants
-            + jnp.sum(terms) / approx.power)
+    return (log_partition(u) + log_partition(x) - all_partitions(priors(approx))
+            + constants + jnp.sum(terms) / approx.power)
 
 
+def all_partitions(naturals) -> Array:
+    return sum(map(log_partition, naturals))
+
+
+# %% ../nbs/62_state_space.ipynb #s57b
 @eqx.filter_jit
 def shared_out(approx, Y, states, q):
     "Sites whose posterior is q(x) q(v), each with an equal share."
-    (prior, start), (T, D) = priors(approx), states.mean[1:].shape
-    emitted, _ = emission_sites(approx.model, Y)
-    S = jnp.broadcast_to(outer(q.S_factor), (D, *q.S_factor.shape[-2:]))
-    rest = plus(natural_of(q.m.reshape(-1, D).T, S), prior, -1.0)
-    u = jax.tree.map(lambda a: jnp.broadcast_to(a / T, (T, *a.shape)), rest)
+    (_, start), emitted = priors(approx), emission_sites(approx.model, Y)[0]
+    u = shares_of_u(approx, q, len(Y))
 
     def of_states(x, seen, start):  # x_0 and x_T have one site, the others two
         return x.at[1:].add(-seen).at[0].add(-start).at[1:-1].multiply(0.5)
@@ -1159,45 +1174,201 @@ def shared_out(approx, Y, states, q):
     return Site(u, *(jax.tree.map(lambda a: a[part], x)
                      for part in (slice(-1), slice(1, None))))
 
+
+def shares_of_u(approx, q, T):
+    "What q(v), or else p(v), has beyond its prior, one part in T for each step."
+    prior, _ = priors(approx)
+    D = len(prior.shift)
+    if q is None:
+        return jax.tree.map(lambda a: jnp.zeros((T, *a.shape), a.dtype), prior)
+    S = jnp.broadcast_to(outer(q.S_factor), (D, *q.S_factor.shape[-2:]))
+    rest = plus(natural_of(q.m.reshape(-1, D).T, S), prior, -1.0)
+    return jax.tree.map(lambda a: jnp.broadcast_to(a / T, (T, *a.shape)), rest)
+
 # %% ../nbs/62_state_space.ipynb #s058
 class PowerGPSSM(eqx.Module, metaclass=Suggesting):
     """Power EP with Gaussian factors of each step, @eq-step-site, for factorised states
     and a linear emission with Gaussian noise, whose factors are exact.
 
-    O(D M²) numbers for a step and O(D M³) time. Not for `fit`: rounds find sites, and
-    the slope of `energy` in the model with sites held still is that of the converged
-    energy. ValueError for other models. [@bui2017thesis, section 3.4]"""
+    O(D M²) numbers and O(D M³) time for a step. Not for `fit`: with settled sites held
+    still the slope of `energy` is right. ValueError for other models. [@bui2017thesis,
+    section 3.4]"""
     model: StateSpace
-    inducing: InducingVariables  # points of f, on states and controls
-    controls: Fixed              # (T, C)
-    power: Fixed                 # α in (0, 1]
+    inducing: InducingVariables
+    controls: Fixed  # (T, C)
+    power: Fixed     # α
 
-    def __init__(self, model, inducing, num_steps: int, power: float = 1.0,
-                 controls=None):
+    def __init__(
+        self, model: StateSpace, inducing: InducingVariables,
+        num_steps: int,  # T
+        power: float = 1.0,  # α in (0, 1]
+        controls=None,  # (T, C): row t - 1 leads from x_{t-1} to x_t
+    ):
         check_power_model(model, inducing, power)
         self.model, self.inducing = model, inducing
         C, dtype = inducing.num_dims - model.num_states, float_dtype(model)
         self.controls = Fixed(check_controls(controls, num_steps, C, dtype))
         self.power = Fixed(np.asarray(power, dtype))
 
-    def start(self, Y, states: FactorisedStates, q=None) -> Site:
+    def start(self, Y, states: FactorisedStates, q=None):
         "Sites to begin with: those of states and q(v), or of its prior."
-        if q is None:
-            dtype = float_dtype(self.model)
-            q = SparseProcess(self.inducing, self.model.num_states, dtype).q
         Y = check_power_series(self, Y, states)
-        return shared_out(unwrap(self), Y, unwrap(states), unwrap(q))
+        return self.shared(unwrap(self), Y, unwrap(states), unwrap(q))
 
-    def rounds(self, Y, sites: Site, number: int = 10, damping: float = 0.5):
+    def rounds(self, Y, sites, number: int = 10, damping: float = 0.5):
         "Sites after so many rounds, and how many of them the last one left alone."
         check_rounds(number, damping)
-        return take_rounds(unwrap(self), self.check(Y), sites, number, damping)
+        return self.taken(unwrap(self), self.check(Y, sites), sites, number, damping)
 
-    def energy(self, Y, sites: Site) -> Array:
+    def energy(self, Y, sites) -> Array:
         "@eq-gpssm-site-energy, an estimate of log p(y) where sites have settled."
-        return energy_of_sites(unwrap(self), self.check(Y), sites)
-    check = lambda self, Y: check_power_series(self, Y)
-    posterior = lambda self, Y, sites: sites_posterior(self, self.check(Y), sites)
+        return self.energy_at(unwrap(self), self.check(Y, sites), sites)
+    kind, check, totals, posterior = Site, check_sites, totals, posterior_of_sites
+    shared, taken = staticmethod(shared_out), staticmethod(take_rounds)
+    energy_at = staticmethod(energy_of_sites)
+
+# %% ../nbs/62_state_space.ipynb #s06d
+class PairSite(NamedTuple):
+    "What approximates p(x_t | f, x_{t-1}) in a chain, @eq-pair-site."
+    u: Natural     # h, of v = L⁻¹ u, for each of D functions
+    pair: Natural  # π, of x_{t-1} and x_t together, (2 D,)
+
+
+def beside(before: Natural, after: Natural) -> Natural:
+    "A factor of x_{t-1} and one of x_t, as one of the pair."
+    zero = jnp.zeros_like(before.precision)
+    return Natural(jnp.concatenate([before.shift, after.shift]),
+                   jnp.block([[before.precision, zero], [zero, after.precision]]))
+
+
+def onward(pair: Natural) -> tuple[Natural, Array]:
+    "∫ dx_{t-1} of a pair: a factor of x_t, and the logarithm of its constant."
+    D = len(pair.shift) // 2
+    first, C = Natural(pair.shift[:D], pair.precision[:D, :D]), pair.precision[:D, D:]
+    mean, cov = moments_of(first)
+    after = Natural(pair.shift[D:] - mean @ C, pair.precision[D:, D:] - C.T @ cov @ C)
+    return after, log_partition(first)
+
+
+# %% ../nbs/62_state_space.ipynb #s6d2
+def messages(pairs, emitted, start):
+    "φ_t and ψ_t of t = 0 to T, @eq-pair-messages; log ∫ of the chain."
+    nothing = jax.tree.map(jnp.zeros_like, start)
+    D = len(start.shift)
+    turned = lambda pair: Natural(jnp.roll(pair.shift, D),
+                                  jnp.roll(pair.precision, (D, D), (0, 1)))
+
+    def ahead(state, now):
+        (x, total), (pair, seen) = state, now
+        new, constant = onward(plus(beside(x, nothing), pair))
+        return (plus(new, seen), total + constant), x
+
+    def back(x, now):
+        pair, seen = now
+        return onward(turned(plus(beside(nothing, plus(seen, x)), pair)))[0], x
+
+    (last, total), phi = lax.scan(ahead, (start, 0.0), (pairs, emitted))
+    first, psi = lax.scan(back, nothing, (pairs, emitted), reverse=True)
+    joined = lambda a, b: jax.tree.map(lambda a, b: jnp.concatenate([a, b]), a, b)
+    one = lambda x: jax.tree.map(lambda a: a[None], x)
+    return joined(phi, one(last)), joined(one(first), psi), total + log_partition(last)
+
+# %% ../nbs/62_state_space.ipynb #s06e
+def pair_log_Z(approx, factors, moments, c) -> Array:
+    "log of the tilted normaliser of one step of a chain, by moment matching."
+    q, (mean, cov) = moments
+    D, noise = len(mean) // 2, approx.model.noise[None]
+    f = step_moments(approx, factors, q, (mean[:D], cov[:D, :D]), c)
+    B = cov[D:, :D] @ jnp.linalg.solve(cov[:D, :D], f.cross[0, :D])
+    V = cov[D:, D:] + f.cov - B - B.T
+    return gaussian_log_tilted(mean[D:] - f.mean, V, noise, approx.power)[0]
+
+
+@eqx.filter_jit
+def take_pair_rounds(approx, Y, sites, number, damping):
+    "`take_rounds` of a chain."
+    factors, (prior, start) = factors_of(approx), priors(approx)
+    emitted, _ = emission_sites(approx.model, Y)
+
+    def visit(state, now):
+        (u, x), (site, back, seen, c) = state, now
+        around = beside(x, plus(seen, back))
+        log_Z = lambda moments: pair_log_Z(approx, factors, moments, c)
+        change, proper = visited(PairSite(u, plus(around, site.pair)), site, log_Z,
+                                 approx.power, damping)
+        site, u = plus(site, change), plus(u, change.u)
+        nothing = jax.tree.map(jnp.zeros_like, x)
+        ahead, _ = onward(plus(beside(x, nothing), site.pair))
+        return (u, plus(ahead, seen)), (site, ~proper)
+
+    def one_round(_, state):
+        sites, _ = state
+        u = plus(prior, jax.tree.map(lambda a: jnp.sum(a, axis=0), sites.u))
+        _, psi, _ = messages(sites.pair, emitted, start)
+        back = jax.tree.map(lambda a: a[1:], psi)
+        now = sites, back, emitted, approx.controls
+        sites, left = lax.scan(visit, (u, start), now)[1]
+        return sites, jnp.sum(left)
+
+    return lax.fori_loop(0, number, one_round, (sites, jnp.zeros((), int)))
+
+# %% ../nbs/62_state_space.ipynb #s06f
+@eqx.filter_jit
+def energy_of_pairs(approx, Y, sites):
+    "@eq-gpssm-site-energy of a chain."
+    factors, (prior, start) = factors_of(approx), priors(approx)
+    emitted, constants = emission_sites(approx.model, Y)
+    u = plus(prior, jax.tree.map(lambda a: jnp.sum(a, axis=0), sites.u))
+    phi, psi, chain = messages(sites.pair, emitted, start)
+
+    def term(site, x, back, seen, c):
+        q = PairSite(u, plus(beside(x, plus(seen, back)), site.pair))
+        cavity = plus(q, site, -approx.power)
+        log_Z = pair_log_Z(approx, factors, tuple(map(moments_of, cavity)), c)
+        return log_Z + all_partitions(cavity) - all_partitions(q)
+
+    x, back = (jax.tree.map(lambda a: a[part], side)
+               for side, part in ((phi, slice(-1)), (psi, slice(1, None))))
+    terms = jax.vmap(term)(sites, x, back, emitted, approx.controls)
+    return (log_partition(u) + chain - all_partitions((prior, start)) + constants
+            + jnp.sum(terms) / approx.power)
+
+
+# %% ../nbs/62_state_space.ipynb #s6f2
+@eqx.filter_jit
+def shared_pairs(approx, Y, states, q):
+    "Sites whose posterior is a chain of states and q(v)."
+    (_, start), emitted = priors(approx), emission_sites(approx.model, Y)[0]
+    pairs = states.pairs(jnp.arange(1, states.num_steps + 1))
+    nothing = jax.tree.map(jnp.zeros_like, start)
+
+    def links(m, R, m2, G, H, seen):  # p(x_t | x_{t-1}) less what is seen of x_t
+        W = G @ jnp.linalg.inv(R)
+        root = jnp.linalg.solve(H, jnp.hstack([-W, jnp.eye(len(m), dtype=m.dtype)]))
+        precision = root.T @ root
+        shift = precision @ jnp.concatenate([m, m2])
+        return plus(Natural(shift, precision), beside(nothing, seen), -1.0)
+
+    x_0 = natural_of(states.mean[0], outer(states.root[0]))
+    pair = jax.tree.map(lambda a, b: a.at[0].add(b), jax.vmap(links)(*pairs, emitted),
+                        beside(plus(x_0, start, -1.0), nothing))
+    return PairSite(shares_of_u(approx, q, len(Y)), pair)
+
+
+def pair_totals(approx, emitted, sites) -> tuple[Natural, Natural]:
+    "`totals` of a chain."
+    prior, start = priors(approx)
+    phi, psi, _ = messages(sites.pair, emitted, start)
+    u = plus(prior, jax.tree.map(lambda a: jnp.sum(a, axis=0), sites.u))
+    return u, plus(phi, psi)
+
+# %% ../nbs/62_state_space.ipynb #s06g
+class PowerChainGPSSM(PowerGPSSM):
+    """`PowerGPSSM` with a factor of each pair of neighbours, @eq-pair-site, for a chain
+    of states; `start` takes MarkovStates. [@bui2017thesis, table 3.1]"""
+    kind = PairSite
+    shared, taken = staticmethod(shared_pairs), staticmethod(take_pair_rounds)
+    totals, energy_at = pair_totals, staticmethod(energy_of_pairs)
 
 # %% ../nbs/62_state_space.ipynb #s064
 def tied(sparse: SparseProcess | None, share):
@@ -1409,6 +1580,49 @@ class CoupledGPSSM(GPSSM):
         mean = jnp.mean(x, axis=0)
         cov = jnp.einsum("ntd,nte->tde", x - mean, x - mean) / number
         return SeriesPosterior(self.model, f, g, mean, cov)
+
+# %% ../nbs/62_state_space.ipynb #s07n
+def coupled(
+    chain: GPSSM,  # With FactorisedStates or MarkovStates, fitted
+    number: int = 10,  # How many trajectories
+) -> CoupledGPSSM:
+    """`CoupledGPSSM` that begins where another bound ended, @eq-coupled-start.
+
+    ValueError for an approximation whose states have no marginals."""
+    if not hasattr(getattr(chain, "states", None), "marginals"):
+        raise ValueError("chain must be a GPSSM with FactorisedStates or MarkovStates, "
+                         f"got {type(chain).__name__}")
+    q, (root, *steps) = links_through_f(chain)
+    g = chain.emission and chain.emission.inducing
+    begin = CoupledGPSSM(chain.model, chain.transition.inducing,
+                         CoupledStates(unwrap(chain.states.mean)),
+                         unwrap(chain.controls), g, number)
+    where = lambda a: (a.transition.q, a.emission, a.states.root, a.states.gain,
+                       a.states.offset, a.states.spread)
+    triangle, (A, b, S) = lower_triangular, steps
+    q = VariationalGaussian(free(q.m), triangle(q.S_factor))
+    return eqx.tree_at(where, begin, (q, chain.emission, triangle(root), free(A),
+                                      free(b), triangle(S)),
+                       is_leaf=lambda a: a is None)
+
+
+# %% ../nbs/62_state_space.ipynb #s7n2
+@eqx.filter_jit
+def links_through_f(chain):
+    "q(v), the root of cov x_0, and A, b and R of all steps, @eq-coupled-start."
+    chain = unwrap(chain)
+    q = best_q(chain) if chain.transition.q is None else chain.transition.q
+    (f, _), states, c = posteriors(chain, q), chain.states, chain.controls
+    pairs = states.pairs(jnp.arange(1, states.num_steps + 1))
+    at = lambda x, c: columns(f, jnp.concatenate([x, c])[None])[0][0]
+    JR = jax.vmap(jax.jacobian(at))(pairs.before, c) @ pairs.root
+    turned = jnp.swapaxes(JR, 1, 2)
+    seen = JR @ turned + jnp.diag(chain.model.noise)
+    A = pairs.link @ jnp.swapaxes(jnp.linalg.solve(seen, JR), 1, 2)
+    left = pairs.link - A @ JR
+    S = outer(pairs.rest) + outer(left)
+    b = pairs.after - jnp.einsum("bde,be->bd", A, jax.vmap(at)(pairs.before, c))
+    return q, (states.root[0], A, b, semidefinite_root(S))
 
 # %% ../nbs/62_state_space.ipynb #s130
 import gp_thesis

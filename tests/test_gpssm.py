@@ -21,9 +21,9 @@ import gp_thesis as gpt
 from conftest import TOP
 from gp_thesis.gpssm import (
     ApproximatePowerGPSSM, CollapsedGPSSM, CoupledGPSSM, CoupledStates, Draws,
-    FactorisedStates, GPSSM, LinearEmission, MarkovStates, PowerGPSSM, PriorStates,
-    StateSpace, best_q, emitted_terms, initial_means, posteriors, series,
-    state_cavities, step_terms, trajectories, with_u_drawn)
+    FactorisedStates, GPSSM, LinearEmission, MarkovStates, PowerChainGPSSM, PowerGPSSM,
+    PriorStates, StateSpace, best_q, coupled, emission_sites, emitted_terms, initial_means, posteriors, priors,
+    series, state_cavities, step_terms, trajectories, with_u_drawn)
 from gp_thesis.parameters import free, log_prior, lower_triangular, partition, unwrap
 from gp_thesis.propagation import linear, match, unscented
 from gp_thesis.svgp import VariationalGaussian
@@ -481,10 +481,32 @@ def test_cavities_of_states_have_the_share_of_a_factor_less():
 
 def settled(approx, Y, sites):
     if isinstance(sites, FactorisedStates):
-        sites = eqx.filter_jit(PowerGPSSM.start)(approx, jnp.asarray(Y), sites)
+        sites = eqx.filter_jit(type(approx).start)(approx, jnp.asarray(Y), sites)
     sites, left = approx.rounds(Y, sites, 400, 0.5)
     assert left == 0
     return sites
+
+
+def states_of_sites(approx, Y, sites):
+    "MarkovStates of a chain of sites, from the dense Gaussian of all states."
+    (p_u, start), (T, D) = priors(unwrap(approx)), (len(Y), len(unwrap(approx.model.noise)))
+    seen, _ = emission_sites(unwrap(approx.model), jnp.asarray(Y))
+    precision, shift = np.zeros(((T + 1) * D,) * 2), np.zeros((T + 1) * D)
+    precision[:D, :D] += start.precision
+    shift[:D] += start.shift
+    for t in range(T):
+        both, last = slice(t * D, (t + 2) * D), slice((t + 1) * D, (t + 2) * D)
+        precision[both, both] += sites.pair.precision[t]
+        shift[both] += sites.pair.shift[t]
+        precision[last, last] += seen.precision[t]
+        shift[last] += seen.shift[t]
+    cov = np.linalg.inv(precision)
+    parts = [slice(t * D, (t + 1) * D) for t in range(T + 1)]
+    R = np.array([np.linalg.cholesky(cov[part, part]) for part in parts])
+    C = np.array([np.linalg.solve(R2, np.linalg.solve(R1, cov[b, a].T).T)
+                  for R1, R2, a, b in zip(R, R[1:], parts, parts[1:])])
+    left = np.linalg.cholesky(np.eye(D) - C @ C.swapaxes(1, 2))
+    return states_of((cov @ shift).reshape(T + 1, D), R, np.linalg.solve(left, C))
 
 
 def slope_in_sites(approx, Y, sites, seed):
@@ -501,28 +523,51 @@ def slope_in_sites(approx, Y, sites, seed):
     return (along(1e-5) - along(-1e-5)) / 2e-5
 
 
-def near_the_smoother(p):
+def near_the_smoother(p, kind=PowerGPSSM):
     _, m, V, _ = kalman(p)
+    if kind is PowerChainGPSSM:
+        return smoothed_states(p)
     return states_of(m, np.linalg.cholesky(V))
 
 
-def test_power_ep_is_exact_in_a_linear_system():
+KINDS = [PowerGPSSM, PowerChainGPSSM]
+
+
+@pytest.mark.parametrize("kind, power", [
+    (PowerGPSSM, 1.0), (PowerChainGPSSM, 1.0), (PowerChainGPSSM, 0.4)])
+def test_power_ep_is_exact_in_a_linear_system(kind, power):
     p, Y, (log_likelihood, m, V, _) = usual, usual["Y"], kalman(usual)
-    approx = PowerGPSSM(model(p, STILL), points(p), T, 1.0, p["c"])
-    sites = settled(approx, Y, some_states(False))
+    approx = kind(model(p, STILL), points(p), T, power, p["c"])
+    sites = settled(approx, Y, some_states(kind is PowerChainGPSSM))
     assert np.isclose(approx.energy(Y, sites), log_likelihood, rtol=0, atol=1e-9)
     post = approx.posterior(Y, sites)
     assert np.allclose(post.mean, m, atol=1e-9) and np.allclose(post.cov, V, atol=1e-9)
 
 
-def test_power_ep_is_stationary_where_it_settles():
+def test_sites_of_a_chain_begin_with_its_posterior():
+    p, Y, states = usual, usual["Y"], some_states(True)
+    approx = PowerChainGPSSM(model(p), points(p), T, 0.5, p["c"])
+    q = VariationalGaussian(free(np.ones((4, 2))), lower_triangular(
+        np.tril(0.3 * np.ones((2, 4, 4))) + np.eye(4)))
+    post = approx.posterior(Y, approx.start(Y, states, q))
+    root = unwrap(states).root
+    assert np.allclose(post.mean, unwrap(states).mean, rtol=0, atol=1e-10)
+    assert np.allclose(post.cov, root @ np.swapaxes(root, 1, 2), rtol=0, atol=1e-10)
+    assert np.allclose(post.transition.m, 1, rtol=0, atol=1e-10)
+    S = unwrap(q).S_factor @ np.swapaxes(unwrap(q).S_factor, 1, 2)
+    found = post.transition.S_factor @ np.swapaxes(post.transition.S_factor, 1, 2)
+    assert np.allclose(found, S, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_power_ep_is_stationary_where_it_settles(kind):
     p, Y = usual, usual["Y"]
-    approx = PowerGPSSM(model(p), points(p), T, 1.0, p["c"])
-    sites = settled(approx, Y, near_the_smoother(p))
+    approx = kind(model(p), points(p), T, 1.0, p["c"])
+    sites = settled(approx, Y, near_the_smoother(p, kind))
     slopes = [slope_in_sites(approx, Y, sites, seed) for seed in range(4)]
     away = jax.tree.map(lambda a: 1.01 * a, sites)
-    assert np.max(np.abs(slopes)) < 1e-5 < 1e-2
-    assert 1e-2 < abs(slope_in_sites(approx, Y, away, 0))
+    assert np.max(np.abs(slopes)) < 1e-5
+    assert 3e-4 < abs(slope_in_sites(approx, Y, away, 0))
     # The energy's slope with sites held still is that of the settled one.
     others = [moved(approx, size, lambda a: a.model.noise) for size in (1e-4, -1e-4)]
     again = [other.energy(Y, settled(other, Y, sites)) for other in others]
@@ -531,13 +576,16 @@ def test_power_ep_is_stationary_where_it_settles():
     assert np.isclose(held[0] - held[1], again[0] - again[1], rtol=1e-4)
 
 
-def test_power_ep_towards_zero_is_stationary_for_the_bound():
+@pytest.mark.parametrize("kind", KINDS)
+def test_power_ep_towards_zero_is_stationary_for_the_bound(kind):
     p, power = usual | dict(R=np.full(3, 0.02), Q=np.full(2, 0.3)), 1e-3
     Y, data, parts = p["Y"], series(p["Y"]), (model(p), points(p))
-    approx = PowerGPSSM(*parts, T, power, p["c"])
-    sites = settled(approx, Y, near_the_smoother(p))
+    approx = kind(*parts, T, power, p["c"])
+    sites = settled(approx, Y, near_the_smoother(p, kind))
     post = approx.posterior(Y, sites)
     states = states_of(np.asarray(post.mean), np.linalg.cholesky(post.cov))
+    if kind is PowerChainGPSSM:
+        states = states_of_sites(approx, Y, sites)
     q = jax.tree.map(np.asarray, (post.transition.m, post.transition.S_factor))
     bound = with_q(GPSSM(*parts, states, p["c"]), VariationalGaussian(*q))
     best = bound.objective(*data)
@@ -599,6 +647,34 @@ def test_coupled_states_are_exact_in_a_linear_system():
     values = [approx.objective(*data, key=key) for key in jax.random.split(KEY, 20)]
     error = np.std(values) / 20**0.5
     assert abs(np.mean(values) - kalman(p)[0]) < 4 * error and error < 0.05
+
+
+def test_coupled_states_begin_as_a_chain():
+    "By hand in a linear system, whose function has the slope F everywhere."
+    p, states = usual, some_states(True)
+    chain = GPSSM(model(p, STILL), points(p), states, p["c"])
+    begun = unwrap(coupled(chain, 7))
+    pairs, F = unwrap(states).pairs(jnp.arange(1, T + 1)), p["F"]
+    for t, (m, R, m2, G, H) in enumerate(zip(*pairs)):
+        W, V = G @ np.linalg.inv(R), R @ R.T
+        A = W @ V @ F.T @ np.linalg.inv(F @ V @ F.T + np.diag(p["Q"]))
+        f = F @ m + p["B"] @ p["c"][t] + p["b"]
+        S = H @ H.T + (W - A @ F) @ V @ (W - A @ F).T
+        root = begun.states.spread[t]
+        assert np.allclose(begun.states.gain[t], A, rtol=0, atol=1e-9)
+        assert np.allclose(begun.states.offset[t], m2 - A @ f, rtol=0, atol=1e-6)
+        assert np.allclose(root @ root.T, S, rtol=0, atol=1e-9)
+    assert np.allclose(begun.states.root, unwrap(states).root[0])
+    assert np.allclose(begun.states.mean, unwrap(states).mean[0])
+    assert begun.through == Draws(7) and np.allclose(begun.controls, p["c"])
+
+
+def test_coupled_states_begin_with_the_best_q():
+    p = usual
+    collapsed = CollapsedGPSSM(model(p), points(p), some_states(True), p["c"])
+    q = eqx.filter_jit(best_q)(unwrap(collapsed))
+    begun = unwrap(coupled(collapsed)).transition.q
+    assert np.allclose(begun.m, q.m) and np.allclose(begun.S_factor, q.S_factor)
 
 
 def test_the_bound_of_coupled_states_is_unbiased():
@@ -957,6 +1033,11 @@ three = gpt.Independent(3 * [gpt.RBF()])
 prior_states = PriorStates(np.zeros(2), T)
 POWER = "power must be a number above 0 and at most 1"
 COUNT = "must be a positive integer"
+def pair_sites(approx):
+    chain = PowerChainGPSSM(model(usual), points(usual), T, 0.5, usual["c"])
+    return approx.energy(Y, chain.start(Y, some_states(True)))
+
+
 ON_2, CONTROLS = "inducing must be inducing variables on 2", "controls must have shape"
 EMITTED = "emission_inducing must be given if the emission is a GP, and only then"
 POINTS = "inducing must be InducingPoints"
@@ -1025,6 +1106,10 @@ GAUSSIAN = "LinearEmission with a Gaussian likelihood"
     (lambda: power_ep().start(Y[1:], some_states(False)), "Y must have 7 rows"),
     (lambda: power_ep().start(Y, some_states(False, single)), r"means \(8, 2\)"),
     (lambda: power_ep().rounds(Y, None, 0), f"number {COUNT}"),
+    (lambda: power_ep().rounds(Y, None), "sites must be what start.*got NoneType"),
+    (lambda: pair_sites(power_ep()), "7 of Site, got PairSite"),
+    (lambda: coupled(known(CoupledGPSSM, states=prior_states)), "chain must be a GPSSM"),
+    (lambda: coupled(regression), "chain must be a GPSSM.*got GP"),
     (lambda: power_ep().rounds(Y, None, 3, 0.0), "damping must be above 0"),
 ])
 def test_parts_that_do_not_fit(make, message):
