@@ -11,6 +11,8 @@ __all__ = ['QUICK', 'WHOLE', 'JITTER', 'precise', 'one_at_a_time', 'solve_lower'
 
 # %% ../nbs/02_linalg.ipynb #c005
 import os
+import threading
+from contextlib import contextmanager
 from functools import cache, partial, wraps
 
 import equinox as eqx
@@ -111,9 +113,36 @@ def _thread_pools():
     return ThreadpoolController()
 
 
+_lock, _within = threading.Lock(), []  # what was found, once for each who is within
+
+
+def _set_threads(numbers):
+    "How many threads each library has; who sets it keeps no other thread from doing so."
+    for pool, number in numbers.items():
+        pool.set_num_threads(number)
+        getattr(pool, "clear_controlling_thread", lambda: None)()  # threadpoolctl 3.8
+
+
+@contextmanager
 def one_blas_thread():
-    "A context in which BLAS and LAPACK have one thread; then as many as before."
-    return _thread_pools().limit(limits=1, user_api="blas")
+    """A context in which BLAS and LAPACK have one thread; then as many as before.
+
+    It may overlap with others in other threads: who is the last to leave restores what
+    the first one found."""
+    with _lock:
+        if not _within:
+            pools = _thread_pools().select(user_api="blas").lib_controllers
+            found = {pool: pool.num_threads for pool in pools}
+            _set_threads(dict.fromkeys(pools, 1))
+        _within.append(_within[0] if _within else found)
+    try:
+        yield
+    finally:
+        with _lock:
+            found = _within.pop()
+            if not _within:  # and if nobody else has set another number
+                _set_threads({pool: number for pool, number in found.items()
+                              if pool.num_threads == 1})
 
 # %% ../nbs/02_linalg.ipynb #c010e
 QUICK = {"xla_cpu_use_fusion_emitters": False, "xla_backend_optimization_level": 1}

@@ -1,5 +1,6 @@
 "Linear algebra: the safe Cholesky, inverses by blocks, the log density and its derivatives, low rank, reverse mode."
 import re
+import threading
 
 import equinox as eqx
 import jax
@@ -149,6 +150,40 @@ def test_blas_has_one_thread_within_the_context_and_as_many_as_before_after_it()
             assert before and set(threads()) == {1}
             1 / 0
         assert threads() == before
+
+
+def test_the_last_of_overlapping_threads_gives_blas_its_threads_back():
+    threads = lambda: [pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"]
+    in_first, in_second, out_first, out_second, limits, seen = *(threading.Event() for _ in range(4)), [], []
+
+    def in_a_thread(*functions):
+        every = [threading.Thread(target=function) for function in functions]
+        [each.start() for each in every] and [each.join() for each in every]
+
+    def first():
+        with one_blas_thread():
+            in_first.set()
+            in_second.wait(60)
+        out_first.set()
+        out_second.wait(60)                                 # lives on, as those of an executor do
+
+    def second():
+        in_first.wait(60)
+        with one_blas_thread():
+            in_second.set()
+            out_first.wait(60)
+            seen.append(threads())
+        seen.append(threads())
+        out_second.set()
+
+    in_a_thread(lambda: limits.append(threadpool_limits(2, user_api="blas")))
+    try:
+        if not (before := threads()):
+            pytest.skip("no library whose threads can be limited")
+        in_a_thread(first, second)
+        assert set(seen[0]) == {1} and seen[1] == threads() == before
+    finally:
+        in_a_thread(limits[0].restore_original_limits)
 
 
 def test_inverse_of_an_ill_conditioned_matrix_is_as_accurate_as_its_condition_number_allows():
