@@ -392,10 +392,15 @@ def report(approx, point: FixedPoint) -> FixedPoint:
 @suggesting
 def EP(
     model: GP,  # What is believed of f and y
-    **settings,  # rate, tolerance, rounds and sequential, as `PowerEP` takes them
+    *,
+    rate: float = 1.0,  # Of its step that a site takes at most
+    tolerance: float = 1e-6,  # The largest misfit that counts as none
+    rounds: int = 200,  # How many to take at most
+    sequential: bool = False,  # Whether sites move one by one
 ) -> PowerEP:
     "Expectation propagation: power 1, and every input is an inducing one. [@minka2001]"
-    return PowerEP(model, **settings)
+    return PowerEP(model, rate=rate, tolerance=tolerance, rounds=rounds,
+                   sequential=sequential)
 
 # %% ../nbs/31_expectation_propagation.ipynb #c023a
 def check_ep(approx):
@@ -423,13 +428,18 @@ def check_columns(approx, X, y):
 def GFITC(
     model: GP,  # What is believed of f and y
     inducing: InducingVariables,  # Such as InducingPoints(Z)
-    **settings,  # rate, tolerance, rounds and sequential, as `PowerEP` takes them
+    *,
+    rate: float = 1.0,  # Of its step that a site takes at most
+    tolerance: float = 1e-6,  # The largest misfit that counts as none
+    rounds: int = 200,  # How many to take at most
+    sequential: bool = False,  # Whether sites move one by one
 ) -> PowerEP:
     """Generalised FITC: EP under FITC's prior, @eq-ep-fitc-prior. [@naish2008]
 
     With a Gaussian likelihood it is `FITC`, with all inputs inducing it is `EP`."""
     check_inducing_variables(inducing, model)
-    return PowerEP(model, inducing, **settings)
+    return PowerEP(model, inducing, rate=rate, tolerance=tolerance, rounds=rounds,
+                   sequential=sequential)
 
 # %% ../nbs/31_expectation_propagation.ipynb #c037
 def newton(start, theta, *, value, force, step):
