@@ -390,6 +390,7 @@ def _damaged(path, error):
                       f"({reason})")
 
 # %% ../nbs/07_checkpoints.ipynb #k028
+@suggesting
 def load(
     path: str | Path,  # A file that `save` wrote, by whomever
 ) -> eqx.Module:

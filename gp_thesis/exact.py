@@ -127,12 +127,15 @@ class GaussianPosterior(Posterior):
     @abstractmethod
     def latent_covariance(self, Xs: Array, Xs2: Array | None) -> Array: ...
 
+    @suggesting
     def mean(self, Xs):
         return compiled(_mean, self, self.check(Xs))
 
+    @suggesting
     def marginals(self, Xs):
         return compiled(type(self).latent_marginals, self, self.check(Xs))
 
+    @suggesting
     def covariance(self, Xs, Xs2=None):
         Xs2 = None if Xs2 is None else self.check(Xs2, "Xs2")
         return compiled(type(self).latent_covariance, self, self.check(Xs), Xs2)
@@ -141,9 +144,11 @@ class GaussianPosterior(Posterior):
     def sample(self, key, Xs, n=1):
         return compiled(_sample, self, key, self.check(Xs), n)
 
+    @suggesting
     def predict_y(self, Xs):
         return compiled(_predict_y, self, self.check(Xs))
 
+    @suggesting
     def log_predictive_density(self, Xs, ys):
         ys = in_dtype(self.model.likelihood.check(ys), float_dtype(self.model))
         return compiled(_log_predictive_density, self, self.check(Xs), ys)
@@ -193,7 +198,7 @@ def _log_predictive_density(post, Xs, ys):
 class ExactPosterior(GaussianPosterior):
     "The posterior of exact regression."
     model: GP
-    X: Float[Array, "N D"]
+    X: Float[Array, "N D"]       # the inputs of the data
     L: Float[Array, "N N"]       # L Lᵀ = K + σ² I
     alpha: Float[Array, "N *P"]  # (K + σ² I)⁻¹ (y - m(X))
 

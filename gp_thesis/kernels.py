@@ -131,6 +131,7 @@ class Kernel(eqx.Module, metaclass=Suggesting):
         default=None, converter=as_columns, static=True, kw_only=True
     )  # columns of X that it looks at; None: all
 
+    @suggesting
     @precise
     def __call__(self, X, X2=None) -> Float[Array, "N N2"]:
         "Covariances of f(X) with f(X2) or itself: (N, D), (N2, D) -> (N, N2). @eq-gram"
@@ -140,6 +141,7 @@ class Kernel(eqx.Module, metaclass=Suggesting):
         X, X2 = in_dtype_of(kernel, X=X, X2=X2)
         return kernel.evaluate(X, X2)
 
+    @suggesting
     @precise
     def diag(self, X) -> Float[Array, "N"]:
         "Variances of f(X): (N, D) -> (N,), the diagonal of the Gram matrix by itself."
@@ -698,6 +700,7 @@ class Independent(Kernel):
             raise ValueError("active_dims belong to the kernels inside Independent, "
                              f"got {self.active_dims}")
 
+    @suggesting
     def __call__(self, X, X2=None) -> Float[Array, "P N N2"]:
         "Covariances of each function: (N, D), (N2, D) -> (P, N, N2)."
         return jnp.stack([kernel(X, X2) for kernel in self.kernels])

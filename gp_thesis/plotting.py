@@ -34,6 +34,7 @@ def _draw():
     set_matplotlib_formats("svg", metadata={"Date": None})
 
 
+@suggesting
 def set_theme(
     width: float = 6.5,  # of a figure, in inches
     height: float = 3.2,  # of a figure, in inches
@@ -84,7 +85,7 @@ def _check_pair(X, y):
 # %% ../nbs/05_plotting.ipynb #c013
 @suggesting
 def plot_posterior(
-    ax: Axes,
+    ax: Axes,  # where to draw
     Xs,  # inputs, (N,) or (N, 1); or (N, 2), on a grid or anywhere
     mean,  # posterior mean at Xs, (N,)
     var,  # posterior variance at Xs, (N,)

@@ -92,7 +92,7 @@ class ConditionalPosterior(GaussianPosterior):
 class PointPosterior(ConditionalPosterior):
     "q(f) = ∫ p(f | f(Z)) q(f(Z)): f is known through its values at the points Z."
     model: GP
-    Z: Float[Array, "M D"]
+    Z: Float[Array, "M D"]             # the points
     L: Float[Array, "M M"]             # L Lᵀ = k(Z, Z)
     m: Float[Array, "M *P"]            # mean under q of v = L⁻¹ (f(Z) - m(Z))
     S_factor: Float[Array, "... M M"]  # of its covariance, one for all outputs or each
@@ -225,6 +225,7 @@ class MeanFieldPosterior(PointPosterior):
     centre: Float[Array, "M"]   # m(x_i) + a_i
     spread: Float[Array, "M"]   # s_i²
 
+    @suggesting
     def sample(self, key, Xs, n=1):
         return compiled(_sample_mean_field, self, key, self.check(Xs), n)
 

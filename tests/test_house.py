@@ -92,10 +92,10 @@ def test_import_needs_no_extra(top):
 
 
 HELP = """
-import importlib, inspect, pkgutil, re, sys
+import importlib, inspect, pkgutil, pydoc, re, sys
+import numpy as np
 import gp_thesis as gpt
-from gp_thesis import linalg, plotting
-from gp_thesis.estimators import GPRegressor
+from gp_thesis import data, gpssm as GPSSM, linalg, plotting
 files = [importlib.import_module("gp_thesis." + file.name) for file in pkgutil.iter_modules(gpt.__path__) if file.name[0] != "_"]
 modules = [module for name, module in sys.modules.items() if name.startswith("gp_thesis.") and hasattr(module, "__all__")]
 public = {f"{module.__name__}.{name}": getattr(module, name) for module in modules for name in module.__all__}
@@ -103,9 +103,19 @@ public |= {f"{name}.{inner}": member for name, owner in public.items() if inspec
            for inner, member in inspect.getmembers(owner) if inner == "__call__" or not inner.startswith("_")}
 raw = [name for name, member in public.items() if re.search(r"@(eq|fig|tbl|thm)-|\\[@", inspect.getdoc(member) or "")]
 assert len(modules) == len(files) and not raw, raw
-for member, argument in ((gpt.SVGP, "whiten"), (gpt.RBF, "active_dims"), (gpt.Fit, "message"), (gpt.fit, "restarts"), (gpt.PowerEP, "rounds"),
-                         (GPRegressor, "kernel"), (plotting.plot_posterior, "Xs"), (linalg.log_density, "diagonal")):
-    assert re.search(rf"^    {argument}: \\S", inspect.getdoc(member), re.M), (member, argument)
+ours = {name: getattr(gpt, name) for name in {*vars(gpt), *gpt._WHEN_ASKED_FOR} if name[0] != "_"} | {
+    "plot_posterior": plotting.plot_posterior, "set_theme": plotting.set_theme, "standardise": data.standardise, "log_density": linalg.log_density}
+ours = {name: owner for name, owner in ours.items() if callable(owner) and owner.__module__.startswith("gp_thesis.")}
+made_by_others = (gpt.Posterior, GPSSM.SeriesPosterior, GPSSM.Draws)                   # not by a user, who needs no words for their fields
+asked = {name: owner for name, owner in ours.items() if not (inspect.isclass(owner) and issubclass(owner, made_by_others))}
+silent = {name: missing for name, owner in asked.items() if owner is not gpt.PowerGPSSM and (missing := [
+    argument for argument in inspect.signature(owner).parameters if not re.search(rf"^    {argument}: \\S", inspect.getdoc(owner) or "", re.M)])}
+assert len(asked) > 100 and not silent, silent
+post = gpt.Exact(gpt.GP(gpt.RBF(), gpt.Gaussian())).posterior(np.zeros((2, 1)), np.zeros(2))
+for query in ("mean", "marginals", "covariance", "sample", "predict_y", "log_predictive_density"):
+    for owner in (post, gpt.ExactPosterior, gpt.GaussianPosterior, gpt.Mixture):
+        assert inspect.cleandoc(getattr(owner, query).__doc__) == inspect.getdoc(getattr(gpt.Posterior, query)), (owner, query)
+assert "Mean and variance of f" in pydoc.render_doc(post.marginals) and list(inspect.signature(post.marginals).parameters) == ["Xs"]
 assert re.search(r"equation 30\\.\\d+", gpt.SVGP.__doc__) and "(Hensman et al., 2015)" in gpt.SVGP.__doc__
 assert "    callback: callback(approx, steps, seconds)" in inspect.getdoc(gpt.fit)       # code keeps its letters
 print(inspect.getdoc(gpt.Exact.objective))

@@ -38,7 +38,8 @@ def comment(lines: list[str], number: int) -> str:
 
 
 def of_function(node: ast.FunctionDef, lines: list[str]) -> dict[str, str]:
-    places = [*node.args.posonlyargs, *node.args.args, *filter(None, [node.args.vararg]), *node.args.kwonlyargs]
+    places = [*node.args.posonlyargs, *node.args.args, *filter(None, [node.args.vararg]), *node.args.kwonlyargs,
+              *filter(None, [node.args.kwarg])]
     said = {place.arg: comment(lines, place.lineno) for place in places if place.lineno > node.lineno}
     return said | ({"return": comment(lines, node.returns.end_lineno)} if node.returns else {})
 
@@ -101,9 +102,16 @@ def arguments(member, source: Source, sources: dict[str, dict[str, Source]]) -> 
         nothing = issubclass(member, (Exception, type))                        # these have no signature
         said = {name: inherited.get(name) for name in ([] if nothing else inspect.signature(member).parameters)}
     said.pop("return", None)
-    said = {name: text[:1].upper() + text[1:] if re.match(r"[a-z]{2}(?!\w*\()", text) else text for name, text in said.items() if text}
+    said = {name: text[:1].upper() + text[1:] if re.match(r"[a-z]{2}(?!\w*[(|])", text) else text for name, text in said.items() if text}
     lines = ["\n", "Arguments:", *(f"    {name}: {text}" for name, text in said.items())] if said else []
     return "\n".join([*lines, *([f"\nReturns: {returns}"] if returns else [])])
+
+
+def overridden(member_of: str, module: ModuleType, sources: dict[str, dict[str, Source]]) -> Source:
+    "A method as it is written, with the docstring of what it overrides, and its arguments, where it has none of its own."
+    owner, method = member_of.rsplit(".", 1)
+    bases = [sources.get(base.__module__, {}).get(f"{base.__qualname__}.{method}") for base in attrgetter(owner)(module).__mro__]
+    return next((base for base in bases if base and base.docstring), sources[module.__name__][member_of])
 
 
 def plain(docstring: str, book) -> str:
@@ -123,9 +131,12 @@ def texts() -> dict[str, dict[str, str]]:
     for full, module in modules.items():
         for name, source in sources[full].items():
             owner, *inner = name.split(".")
+            own = source.docstring
+            if inner and owner in module.__all__:
+                source = overridden(name, module, sources)
             if source.docstring and owner in module.__all__ and not any(part.startswith("_") and part != "__call__" for part in inner):
                 text = plain(source.docstring, book) + plain(arguments(attrgetter(name)(module), source, sources), book)
-                if text != source.docstring:
+                if text != own:
                     found.setdefault(full.partition(".")[2], {})[name] = text
     return found
 
