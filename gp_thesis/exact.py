@@ -59,6 +59,12 @@ class Posterior(eqx.Module):
     posterior as an argument; `jax.jit(post.marginals)` cannot work, because JAX wants
     to hash what it compiles, but `equinox.filter_jit(post.marginals)` does."""
 
+    def __init_subclass__(cls, **settings):
+        super().__init_subclass__(**settings)
+        for name in {*vars(Posterior)} & {*vars(cls)}:
+            if name[0] != "_":  # a query
+                setattr(cls, name, suggesting(vars(cls)[name]))
+
     @abstractmethod
     def marginals(self, Xs) -> tuple[Float[Array, "S *P"], Float[Array, "S *P"]]:
         """Mean and variance of f at each row of Xs, (S,) or (S, P) both.
@@ -127,28 +133,22 @@ class GaussianPosterior(Posterior):
     @abstractmethod
     def latent_covariance(self, Xs: Array, Xs2: Array | None) -> Array: ...
 
-    @suggesting
     def mean(self, Xs):
         return compiled(_mean, self, self.check(Xs))
 
-    @suggesting
     def marginals(self, Xs):
         return compiled(type(self).latent_marginals, self, self.check(Xs))
 
-    @suggesting
     def covariance(self, Xs, Xs2=None):
         Xs2 = None if Xs2 is None else self.check(Xs2, "Xs2")
         return compiled(type(self).latent_covariance, self, self.check(Xs), Xs2)
 
-    @suggesting
     def sample(self, key, Xs, n=1):
         return compiled(_sample, self, key, self.check(Xs), n)
 
-    @suggesting
     def predict_y(self, Xs):
         return compiled(_predict_y, self, self.check(Xs))
 
-    @suggesting
     def log_predictive_density(self, Xs, ys):
         ys = in_dtype(self.model.likelihood.check(ys), float_dtype(self.model))
         return compiled(_log_predictive_density, self, self.check(Xs), ys)

@@ -513,24 +513,19 @@ class Mixture(Posterior):
     def model(self) -> GP:
         return eqx.combine(jax.tree.map(lambda a: a[0], self.draws), self.fixed).model
 
-    @suggesting
     def marginals(self, Xs):
         return compiled(_mixed, self, _latent, self.check(Xs))
 
-    @suggesting
     def predict_y(self, Xs):
         return compiled(_mixed, self, _observed, self.check(Xs))
 
-    @suggesting
     def covariance(self, Xs, Xs2=None):
         Xs2 = None if Xs2 is None else self.check(Xs2, "Xs2")
         return compiled(_mixed_covariance, self, self.check(Xs), Xs2)
 
-    @suggesting
     def sample(self, key, Xs, n=1):
         return compiled(_mixed_sample, self, key, self.check(Xs), n)
 
-    @suggesting
     def log_predictive_density(self, Xs, ys):
         ys = in_dtype(self.model.likelihood.check(ys), float_dtype(self.model))
         return compiled(_mixed_log_density, self, self.check(Xs), ys)

@@ -141,7 +141,7 @@ def as_float(
         raise ValueError(f"{name} must be real, got dtype {value.dtype}")
     return value if jnp.issubdtype(value.dtype, jnp.floating) else value.astype(float)
 
-
+# %% ../nbs/01_parameters.ipynb #c010n
 def _no_numbers(value) -> str:
     "What a value is that is no array of numbers, and the first entry that is none."
     array, name = isinstance(value, np.ndarray), type(value).__name__
@@ -341,8 +341,7 @@ def suggesting(function):
     @wraps(function)
     def called(*args, **kwargs):
         name = function.__name__
-        if name in ("__init__", "__call__"):
-            name = type(args[0]).__name__
+        name = type(args[0]).__name__ if name.startswith("__") else name
         if kwargs and (message := _unknown_keyword(function, kwargs, name)):
             raise TypeError(message)
         return function(*args, **kwargs)

@@ -225,7 +225,6 @@ class MeanFieldPosterior(PointPosterior):
     centre: Float[Array, "M"]   # m(x_i) + a_i
     spread: Float[Array, "M"]   # s_i²
 
-    @suggesting
     def sample(self, key, Xs, n=1):
         return compiled(_sample_mean_field, self, key, self.check(Xs), n)
 
