@@ -141,7 +141,6 @@ class Kernel(eqx.Module, metaclass=Suggesting):
         X, X2 = in_dtype_of(kernel, X=X, X2=X2)
         return kernel.evaluate(X, X2)
 
-    @suggesting
     @precise
     def diag(self, X) -> Float[Array, "N"]:
         "Variances of f(X): (N, D) -> (N,), the diagonal of the Gram matrix by itself."

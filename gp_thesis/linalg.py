@@ -117,7 +117,7 @@ _lock, _within = threading.Lock(), []  # what was found, once for each who is wi
 
 
 def _set_threads(numbers):
-    "How many threads each library has; who sets it keeps no other thread from doing so."
+    "Threads of each library; who sets them keeps no other thread from doing so."
     for pool, number in numbers.items():
         pool.set_num_threads(number)
         getattr(pool, "clear_controlling_thread", lambda: None)()  # threadpoolctl 3.8

@@ -849,6 +849,24 @@ def test_two_starts_make_a_better_end_than_one(data):
     assert np.array_equal(find(restarts=12).restarts, several.restarts)
 
 
+def test_the_best_of_several_starts_goes_on_until_a_ridge_is_climbed(data):
+    "Beside a large constant a step along the ridge gains less than the tolerance asks for."
+    class Ridge(eqx.Module):
+        model: Parameter
+
+        def objective(self, X, y, *, num_data=None):
+            a, b = jnp.log(unwrap(self.model))
+            return 1e4 - 100 * (b - a**2) ** 2 - (1 - a) ** 2               # Rosenbrock's valley, upside down
+
+    ridge = Ridge(positive(np.exp([-1.2, 1.0])))
+    settle = lambda **settings: fit(ridge, data, progress=False, **settings)
+    once, several = settle(tolerance=1e-6), settle(tolerance=1e-6, restarts=2, key=jax.random.key(0))
+    assert once.converged and several.converged and several.history.objective[-1] == several.restarts.max() > once.history.objective[-1]
+    assert 1e4 - several.restarts.max() < 1e-4 < 1e-2 < 1e4 - once.history.objective[-1]
+    assert len(several.history.objective) == len(several.history.seconds) == several.steps + 1 and np.all(np.diff(several.history.seconds) >= 0)
+    assert settle(tolerance=1e-6, restarts=2, key=jax.random.key(0), steps=once.steps).steps <= once.steps
+
+
 def test_a_start_that_fails_does_not_end_the_run(data):
     fails = lambda start: fit(Hills(positive(np.exp(start)), edge=-2.5), data, key=jax.random.key(1), restarts=6, progress=False)
     result = fails(-2.0)
