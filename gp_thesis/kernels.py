@@ -315,21 +315,51 @@ def squared_distance(
     """Squared Euclidean distances between rows, @eq-distance.
 
     With more than `EXACT_COLUMNS` columns rounding costs up to ε |x|², |x| from the
-    mean of X: in float32 that is much where |x| is thousands of lengthscales."""
+    mean of X. Where that counts in float32, differences are taken, which is slower."""
     Y = X if X2 is None else X2
     if X.shape[1] <= EXACT_COLUMNS:
         # contiguous columns; XLA would fold a bare A.T into strided reads
         columns = lambda A: jnp.eye(A.shape[1], dtype=A.dtype) @ A.T
         return sum((x[:, None] - y) ** 2 for x, y in zip(columns(X), columns(Y)))
-    X, Y = _centred(X, Y)
-    r2 = jnp.maximum(jnp.sum(X**2, 1)[:, None] + jnp.sum(Y**2, 1) - 2 * X @ Y.T, 0)
+    if X.dtype == jnp.float64:
+        r2 = _expanded(*_centred(X, Y))
+    else:
+        r2 = jax.lax.cond(_far(X, Y), _column_by_column,
+                          lambda X, Y: _expanded(*_centred(X, Y)), X, Y)
     return jnp.where(jnp.eye(len(X), dtype=bool), 0, r2) if X2 is None else r2
 
 
+def _expanded(X, Y):
+    squares = jnp.sum(X**2, 1)[:, None] + jnp.sum(Y**2, 1)
+    return jnp.maximum(squares - 2 * X @ Y.T, 0)
+
+
+def _column_by_column(X, Y):
+    add = lambda r2, columns: (r2 + (columns[0][:, None] - columns[1]) ** 2, None)
+    return jax.lax.scan(add, jnp.zeros((len(X), len(Y)), X.dtype), (X.T, Y.T))[0]
+
+# %% ../nbs/10_processes.ipynb #c037c
 def _centred(X, Y):
     "Both about the mean of X, which distances do not notice and rounding does."
     centre = jnp.mean(X, 0)
     return X - centre, Y - centre
+
+
+def _far(X, Y):
+    "Whether a product would round r² by more than a thousandth."
+    largest = [jnp.max(jnp.sum(A**2, 1)) for A in jax.lax.stop_gradient(_centred(X, Y))]
+    return _for_all(jnp.finfo(X.dtype).eps * jnp.maximum(*largest) > 1e-3)
+
+
+@jax.custom_batching.custom_vmap
+def _for_all(choice):
+    "The choice itself; one for all members of a `vmap`, so that a `cond` stays one."
+    return choice
+
+
+@_for_all.def_vmap
+def _for_all_of_them(size, batched, choices):
+    return jnp.any(choices), False
 
 # %% ../nbs/10_processes.ipynb #c037a
 def _by_products(X, Y, dX, dY):
@@ -344,27 +374,16 @@ def _by_products(X, Y, dX, dY):
 
 def _by_differences(X, Y, dX, dY):
     "@eq-distance-tangent, first form."
-    # No loop: in a `cond`, JAX before 0.10 cannot transpose one over tangents.
-    @jax.checkpoint  # keeps no array of N x N2 x D for the reverse pass
+    # No loop: in a `cond`, JAX before 0.10 cannot transpose one over tangents. And two
+    # sums, since XLA would keep an array of N x N2 x D that two reductions share.
+    @jax.checkpoint  # for the reverse pass, too
     def half(*arrays):
-        x, y, dx, dy = (A.T for A in arrays)
-        dx, dy = dx[:, :, None], dy[:, None]
-        return jnp.sum((x[:, :, None] - y[:, None]) * (dx - dy), axis=0)
+        x, y, dx = (A.T for A in arrays)
+        return jnp.sum((x[:, :, None] - y[:, None]) * dx[:, :, None], axis=0)
 
-    return 2 * half(X, Y, dX, dY)
+    return 2 * (half(X, Y, dX) + half(Y, X, dY).T)
 
 # %% ../nbs/10_processes.ipynb #a53efa7b
-@jax.custom_batching.custom_vmap
-def _for_all(choice):
-    "The choice itself; one for all members of a `vmap`, so that a `cond` stays one."
-    return choice
-
-
-@_for_all.def_vmap
-def _for_all_of_them(size, batched, choices):
-    return jnp.any(choices), False
-
-
 @squared_distance.defjvp
 @precise
 def _squared_distance_jvp(primals, tangents):
@@ -372,15 +391,12 @@ def _squared_distance_jvp(primals, tangents):
     if Y is None:
         Y, dY = X, dX
     r2, centred = squared_distance(*primals), _centred(X, Y)
-    if X.dtype == jnp.float64 or X.shape[1] > EXACT_COLUMNS:
+    if X.dtype == jnp.float64:
         return r2, _by_products(*centred, dX, dY)
-    still = jax.lax.stop_gradient(centred)
-    largest = jnp.maximum(*(jnp.max(A**2) for A in still))
-    far = _for_all(jnp.finfo(X.dtype).eps * largest > 1e-3)  # what the products round
     differences = lambda X, Y, *rest: _by_differences(X, Y, *rest[-2:])
     products = lambda X, Y, *rest: _by_products(*rest)
     arrays = X, Y, *centred, dX, dY
-    return r2, jax.lax.cond(far, differences, products, *arrays)
+    return r2, jax.lax.cond(_far(X, Y), differences, products, *arrays)
 
 # %% ../nbs/10_processes.ipynb #c042
 class Stationary(Kernel):

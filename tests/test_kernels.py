@@ -246,8 +246,8 @@ def test_single_precision_distance_far_from_the_origin(num_dims):
     assert np.abs(got - exact).max() < 1e-4 * exact.max()
 
 
-@pytest.mark.parametrize("num_dims", [1, 3])
-@pytest.mark.parametrize("scale", [1e3, 1e4])
+@pytest.mark.parametrize("num_dims", [1, 3, 9, 20])
+@pytest.mark.parametrize("scale", [1e3, 1e4, 1e5])
 def test_slopes_far_from_the_centre_in_single_precision(scale, num_dims):
     "Pairs of inputs, one apart, each too far from the others to see them: the sum over K has slope 2 exp(-1/2) for each."
     place = np.round(np.linspace(-scale, scale, 30))
@@ -263,20 +263,21 @@ def test_slopes_far_from_the_centre_in_single_precision(scale, num_dims):
     total_between = jax.grad(lambda ell, X: total(ell, X[::2], X[1::2]))
     one = np.eye(num_dims, dtype=np.float32)[0]
     in_ell, in_X, between, forward, curvature = map(np.asarray, derivatives(jnp.ones(num_dims, jnp.float32), X.astype(np.float32), one))
-    e = np.exp(-0.5)
-    np.testing.assert_allclose(in_ell, 60 * e * one, rtol=1e-3, atol=1e-6)
-    np.testing.assert_allclose(between, 30 * e * one, rtol=1e-3, atol=1e-6)
-    np.testing.assert_allclose(forward, 60 * e, rtol=1e-3)
-    np.testing.assert_allclose(curvature, -120 * e * one, rtol=1e-3, atol=1e-6)           # (r⁴ - 3 r²) exp(-r² / 2)
-    np.testing.assert_allclose(in_X, np.outer(np.tile([2 * e, -2 * e], 30), one), rtol=1e-3, atol=1e-6)
+    e, rtol = np.exp(-0.5), max(1e-3, 2e-7 * scale)                                         # what an x in X / ell is rounded by
+    np.testing.assert_allclose(in_ell, 60 * e * one, rtol=rtol, atol=1e-6)
+    np.testing.assert_allclose(between, 30 * e * one, rtol=rtol, atol=1e-6)
+    np.testing.assert_allclose(forward, 60 * e, rtol=rtol)
+    np.testing.assert_allclose(curvature, -120 * e * one, rtol=rtol, atol=1e-6)           # (r⁴ - 3 r²) exp(-r² / 2)
+    np.testing.assert_allclose(in_X, np.outer(np.tile([2 * e, -2 * e], 30), one), rtol=rtol, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("num_dims", [3, 12])
-def test_no_three_dimensional_array_in_value_or_gradient(num_dims):
-    G = jnp.ones((50, 40))
+def test_no_three_dimensional_array_in_value_or_gradient(num_dims, dtype):
+    G = jnp.ones((300, 200), dtype)
     gradient = jax.grad(lambda A, B: jnp.sum(G * squared_distance(A, B)), (0, 1))
-    text = jax.jit(gradient).lower(jnp.zeros((50, num_dims)), jnp.zeros((40, num_dims))).compile().as_text()
-    assert f"[50,40,{num_dims}]" not in text and f"[{num_dims},50,40]" not in text and "[50,40" in text
+    program = jax.jit(gradient).lower(jnp.zeros((300, num_dims), dtype), jnp.zeros((200, num_dims), dtype)).compile()
+    assert program.memory_analysis().temp_size_in_bytes < 2 * G.nbytes
 
 
 # ---- precision, transformations, parameters
