@@ -29,7 +29,8 @@ from .likelihoods import (
 from .linalg import (
     JITTER, add_diagonal, cholesky, factor_or_nan, fails_with_nan, log_density,
     nan_on_failure, one_blas_thread, precise, quick_jit, solve_lower, solve_upper)
-from .parameters import Suggesting, suggesting, unwrap
+from .parameters import (
+    Suggesting, in_widest_dtype, suggesting, unwrap)
 from .products import project
 
 # %% ../nbs/12_regression.ipynb #c007
@@ -38,6 +39,10 @@ class GP(eqx.Module, metaclass=Suggesting):
     kernel: Kernel          # the covariance of f
     likelihood: Likelihood  # how y depends on f
     mean: Mean = Zero()     # m(x)
+
+    def __init__(self, kernel: Kernel, likelihood: Likelihood, mean: Mean = Zero()):
+        parts = kernel, likelihood, mean
+        self.kernel, self.likelihood, self.mean = in_widest_dtype(parts)
 
     def __check_init__(self):
         kinds = {"kernel": Kernel, "likelihood": Likelihood, "mean": Mean}

@@ -23,7 +23,7 @@ from jaxtyping import Array, Float
 from .data import from_table
 from .linalg import cholesky, precise
 from .parameters import (
-    Parameter, Suggesting, as_float, free, positive, suggesting, unwrap)
+    Parameter, Suggesting, as_float, cast, free, positive, suggesting, unwrap)
 
 # %% ../nbs/10_processes.ipynb #c016
 def check_inputs(
@@ -74,13 +74,14 @@ def in_dtype(a: Array | None, dtype) -> Array | None:
     return cast if kept else a
 
 
-def in_dtype_of(tree, **arrays) -> list[Array | None]:
-    "Those in the dtype of an unwrapped tree's parameters, or a ValueError."
+def in_dtype_of(tree, **arrays) -> list:
+    "An unwrapped tree and arrays in the widest dtype of its parameters; or ValueError."
     if parameters := _parameters_of(tree):
         dtype = jnp.result_type(*parameters.values())
         arrays = {name: in_dtype(a, dtype) for name, a in arrays.items()}
-    check_dtypes(**arrays, **parameters)
-    return list(arrays.values())
+        tree = cast(tree, dtype)
+    check_dtypes(**arrays, **_parameters_of(tree))
+    return [tree, *arrays.values()]
 
 
 def _parameters_of(tree) -> dict[str, Array]:
@@ -137,15 +138,13 @@ class Kernel(eqx.Module, metaclass=Suggesting):
         "Covariances of f(X) with f(X2) or itself: (N, D), (N2, D) -> (N, N2). @eq-gram"
         X = check_inputs(X)
         X2 = None if X2 is None else check_inputs(X2, "X2", X.shape[1])
-        kernel = unwrap(self)
-        X, X2 = in_dtype_of(kernel, X=X, X2=X2)
+        kernel, X, X2 = in_dtype_of(unwrap(self), X=X, X2=X2)
         return kernel.evaluate(X, X2)
 
     @precise
     def diag(self, X) -> Float[Array, "N"]:
         "Variances of f(X): (N, D) -> (N,), the diagonal of the Gram matrix by itself."
-        kernel = unwrap(self)
-        (X,) = in_dtype_of(kernel, X=check_inputs(X))
+        kernel, X = in_dtype_of(unwrap(self), X=check_inputs(X))
         return kernel.evaluate_diag(X)
 
     def evaluate(self, X, X2=None):
@@ -536,8 +535,7 @@ class Mean(eqx.Module, metaclass=Suggesting):
     @precise
     def __call__(self, X) -> Float[Array, "N *P"]:
         "Means of f(X): (N, D) -> (N,), or (N, P) for P functions."
-        mean = unwrap(self)
-        (X,) = in_dtype_of(mean, X=check_inputs(X))
+        mean, X = in_dtype_of(unwrap(self), X=check_inputs(X))
         return mean.evaluate(X)
 
 

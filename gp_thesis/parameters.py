@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['LOWER_CHOLESKY', 'CORNER', 'positive', 'unit_interval', 'lower_triangular', 'free', 'freeze', 'unfreeze', 'cast',
            'partition', 'Parameter', 'Fixed', 'is_frozen', 'parameter', 'as_float', 'fill_triangle', 'read_triangle',
-           'is_parameter', 'log_prior', 'log_prior_unconstrained', 'suggesting', 'Suggesting']
+           'is_parameter', 'log_prior', 'log_prior_unconstrained', 'in_widest_dtype', 'suggesting', 'Suggesting']
 
 # %% ../nbs/01_parameters.ipynb #c005
 import difflib
@@ -320,6 +320,17 @@ def cast(
     "The same tree with every floating array in `dtype`."
     convert = lambda x: x.astype(dtype) if eqx.is_inexact_array(x) else x
     return jax.tree.map(convert, tree)
+
+# %% ../nbs/01_parameters.ipynb #c027n
+def in_widest_dtype(
+    tree: PyTree,  # What has parameters, such as a kernel
+) -> PyTree:
+    "The same tree with all parameters in the widest dtype of them: nothing is lost."
+    leaves = jax.tree.leaves(tree, is_leaf=is_parameter)
+    numbers = [leaf.unconstrained if is_parameter(leaf) else leaf for leaf in leaves]
+    arrays = [x for x in jax.tree.leaves(numbers) if eqx.is_inexact_array(x)]
+    mixed = len({x.dtype for x in arrays}) > 1
+    return cast(tree, jnp.result_type(*arrays)) if mixed else tree
 
 # %% ../nbs/01_parameters.ipynb #c028b
 def _unknown_keyword(function, keywords, called: str) -> str | None:

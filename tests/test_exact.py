@@ -313,6 +313,11 @@ def test_precisions_are_mixed_where_nothing_is_lost_and_refused_where_digits_are
     single = gpt.cast(double, np.float32)
     labels = np.arange(len(y)) % 3                                               # integers are float64 here, and fit in float32
     assert single.objective(X, labels) == single.objective(X, labels.astype("float32"))
+    for kernel in (gpt.RBF(np.float32(0.7)), gpt.RBF(variance=jnp.float32(0.7)), gpt.cast(gpt.RBF(0.7), np.float32)):       # one that is narrower than others
+        mixed, pure = (gpt.GP(k, gpt.Gaussian(0.1)) for k in (kernel, gpt.cast(kernel, float)))
+        assert gpt.Exact(mixed).objective(*wide[:2]) == gpt.Exact(pure).objective(*wide[:2])
+        assert gpt.Exact(mixed).posterior(*wide[:2]).mean(Xs).dtype == gpt.fit(gpt.Exact(mixed), wide[:2], steps=2).history.objective.dtype == float
+    assert np.allclose(gpt.RBF(np.float32(0.7))(wide[0]), gpt.RBF(np.float64(np.float32(0.7)))(wide[0]), rtol=1e-6)
     with pytest.raises(ValueError, match="mixed dtypes: X is float64, y is float32.*astype"):
         single.objective(wide[0] + 1e-12, y)
     with pytest.raises(ValueError, match="mixed dtypes"):

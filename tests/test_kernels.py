@@ -466,7 +466,7 @@ good = np.ones((3, 2))
     (lambda: RBF(active_dims=slice(2, 1)), "active_dims must be distinct"),
     (lambda: cast(RBF(), jnp.float32)(good + 1e-12), "mixed dtypes: X is float64, lengthscale is float32, variance is float32.*astype.*cast"),
     (lambda: cast(RBF(), jnp.float32)(good.astype(np.float32), good + 1e-12), "mixed dtypes: X is float32, X2 is float64"),
-    (lambda: (RBF() + cast(White(), jnp.float32))(good), r"kernels\[1\].variance is float32"),
+    (lambda: cast(RBF() + White(), jnp.float32)(good + 1e-12), r"kernels\[1\].variance is float32"),
     (lambda: cast(ConstantMean(1.0), jnp.float32)(good + 1e-12), "mixed dtypes: X is float64, value is float32"),
     (lambda: Wiener()(good), "Wiener needs one active column, got 2"),
     (lambda: Wiener()(np.array([[-0.5]])), "Wiener needs inputs that are at least 0, got -0.5"),
