@@ -829,10 +829,10 @@ def from_table(X, name: str = "X"):
                              f"column {found}")
         return np.stack([X[each].to_numpy() for each in columns], axis=1)
     if hasattr(X, "to_numpy"):  # a single column
-        if not (found := X.to_numpy()).dtype.kind in "biuf":
+        if wrong := _no_number(X):
             raise ValueError(f"{name} must be numbers without gaps, but column "
-                             f"{X.name!r} {_no_number(X)}")
-        return found
+                             f"{X.name!r} {wrong}")
+        return X.to_numpy()
     return X
 
 

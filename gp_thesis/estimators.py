@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['REGRESSION', 'TWO_CLASSES', 'SEVERAL_CLASSES', 'MOST_CLUSTERED', 'ALL_ROWS', 'Q_ALONE', 'STOCHASTIC', 'CHUNK',
-           'method_for', 'approximation', 'fitted', 'checked', 'GPEstimator', 'predicted', 'GPRegressor',
+           'method_for', 'approximation', 'fitted', 'checked', 'numbers', 'GPEstimator', 'predicted', 'GPRegressor',
            'GPClassifier']
 
 # %% ../nbs/34_estimators.ipynb #c004
@@ -27,7 +27,7 @@ from .fitting import Fit, fit
 from .inducing import InducingPoints
 from .kernels import RBF, Kernel
 from .likelihoods import Bernoulli, Gaussian, Softmax
-from .parameters import cast, suggesting
+from .parameters import as_float, cast, suggesting
 from .sparse import VFE
 from .svgp import SVGP, kmeans_centres, natural_gradient
 from .variational import VGP
@@ -111,6 +111,18 @@ def checked(estimator, X, *y, **checks):
     from_table(X)
     return validate_data(estimator, X, *y, dtype=np.float64, **checks)
 
+
+def numbers(y):
+    "y, perhaps out of a table; a ValueError that shows what in it is no number."
+    if getattr(y, "dtype", None) != object:  # which may be numbers, too
+        y = from_table(y, "y")
+    if y is None or np.asarray(y).dtype.kind not in "OUS":
+        return y
+    try:
+        return np.asarray(y, np.float64)
+    except (TypeError, ValueError):
+        return as_float(from_table(y, "y"), "y")
+
 # %% ../nbs/34_estimators.ipynb #c014
 class GPEstimator(BaseEstimator):
     "What `GPRegressor` and `GPClassifier` share; not to be used alone."
@@ -181,7 +193,7 @@ class GPRegressor(RegressorMixin, GPEstimator):
 
     def fit(self, X, y):
         "X (N, D) and y (N,) or (N, P); itself. Raises ValueError for unusable data."
-        X, y = checked(self, X, y, multi_output=True, y_numeric=True)
+        X, y = checked(self, X, numbers(y), multi_output=True, y_numeric=True)
         y, self.y_scaler_ = standardise(np.asarray(y, np.float64))
         outputs = y.shape[1] if y.ndim == 2 else 1
         if outputs == 1:  # (N, 1) has one column, and one function

@@ -116,6 +116,23 @@ def test_parameters():
         GPRegressor().predict(X)
 
 
+def test_y_that_is_no_number_is_shown():
+    import pandas as pd
+    gap = pd.Series(np.arange(40), name="price").astype("Int64")
+    gap[29] = pd.NA
+    for wrong, message in ((["a", *y[1:]], "y must be a number or an array of numbers, got .* with 'a' in it"),
+                           (np.full(40, "a"), "y must be a number or an array of numbers, got ndarray with 'a' in it"),
+                           (gap, "column 'price' has NaN or infinity, first in row 29"),
+                           (pd.Series(["a"] * 40, name="price"), "y must be numbers without gaps, but column 'price' is"),
+                           (pd.Series(np.where(np.arange(40) == 3, np.nan, y), name="price"), "column 'price' has NaN or infinity, first in row 3")):
+        with pytest.raises(ValueError, match=message):
+            GPRegressor(max_iter=1).fit(X, wrong)
+        if isinstance(wrong, pd.Series):
+            with pytest.raises(ValueError, match=message):
+                gpt.Exact(gpt.GP(gpt.RBF(), gpt.Gaussian())).objective(X, wrong)
+    assert GPRegressor(max_iter=1).fit(X, gap.fillna(2).astype(object)).method_ == "exact"
+
+
 def test_of_several_starts_the_best_is_kept():
     slow = gpt.RBF([8.0, 8.0])         # from here one climb takes the sine for noise
     once, several = (GPRegressor(slow, restarts=n, random_state=0).fit(X, y) for n in (1, 4))
