@@ -6,7 +6,7 @@ seconds are those of the whole process: on the wall, and of the processor over a
 each; the best of four starts where a library has such a thing. `again` is our run once more with README's two lines for JAX's
 cache, which the first such run has filled: what every run but the first costs. Writes results/first_hour.json after each
 problem, and keeps what it holds of others, problems or libraries, from the same kind of machine, so that the whole can be run
-in parts. The functions of the libraries are named after them; a library without a method has no row."""
+in parts; each row has the date of its run. The functions of the libraries are named after them; a library without a method has no row."""
 
 import argparse
 import json
@@ -14,9 +14,11 @@ import resource
 import sys
 import tempfile
 import time
+from datetime import date
 from pathlib import Path
 
 import numpy as np
+from machine import in_words
 from report import OURS, recorded, write
 from run import in_process
 
@@ -219,8 +221,8 @@ def worker(library: str, method: str, file: str) -> dict:
 
 
 def over_splits(runs: dict) -> str:
-    "Scores of each method, means over splits, and ours less the best library's with the standard error of paired differences."
-    lines = [f"{'over the splits of':<20}{'method':<27}{'':<9}{'ours':>9}{'best':>9}  {'by':<11}{'ours less best':>16}"]
+    "Scores of each method, means over splits, ours less the best peer's with the standard error of paired differences, and when."
+    lines = [f"{'over the splits of':<20}{'method':<27}{'':<9}{'ours':>9}{'best peer':>11}  {'by':<11}{'ours less peer':>16}  measured"]
     for data in dict.fromkeys(name.split()[0] for name in runs if name.split()[-1].isdigit()):
         splits = [runs[f"{data} {split}"] for split in range(SPLITS) if f"{data} {split}" in runs]
         for method in REGRESSION:
@@ -231,10 +233,11 @@ def over_splits(runs: dict) -> str:
                 whole = {library: value for library, value in values.items() if np.isfinite(value).all()}
                 if OURS not in whole or len(whole) == 1 or len(splits) < 2:
                     continue
-                best = max(whole, key=lambda library: sign * whole[library].mean())
+                best = max(whole.keys() - {OURS}, key=lambda library: sign * whole[library].mean())
+                dates = sorted({split[method][library]["date"] for split in splits for library in (OURS, best)})
                 gap = whole[OURS] - whole[best]
-                lines.append(f"{data:<20}{method:<27}{score:<9}{whole[OURS].mean():9.4f}{whole[best].mean():9.4f}  {best:<11}"
-                             f"{gap.mean():9.4f} ± {gap.std(ddof=1) / np.sqrt(len(gap)):.4f}")
+                lines.append(f"{data:<20}{method:<27}{score:<9}{whole[OURS].mean():9.4f}{whole[best].mean():11.4f}  {best:<11}"
+                             f"{gap.mean():9.4f} ± {gap.std(ddof=1) / np.sqrt(len(gap)):.4f}  {' to '.join(dict.fromkeys([dates[0], dates[-1]]))}")
     return "\n".join(lines)
 
 
@@ -248,7 +251,11 @@ def main() -> int:
     if options.worker:
         print(json.dumps(worker(*options.worker)))
         return 0
-    runs, failed = recorded("first_hour").get("runs", {}), 0
+    before, failed = recorded("first_hour"), 0
+    runs = before.get("runs", {})
+    for found in (found for methods in runs.values() for rows in methods.values() for found in rows.values()):
+        found.setdefault("date", before["date"])                               # of rows without one of their own
+    print(in_words())
     print(f"{'':<16}{'method':<27}{'library':<11}{'objective':>11}{'error':>9}{'density':>9}{'wall s':>9}{'processor s':>13}")
     for name in options.names or PROBLEMS:
         runs.setdefault(name, {})
@@ -264,7 +271,7 @@ def main() -> int:
                     found = in_process(*run)
                     if "absent" in found:
                         continue
-                    found["wall"] = time.perf_counter() - start
+                    found |= {"wall": time.perf_counter() - start, "date": date.today().isoformat()}
                     runs[name].setdefault(method, {})[library] = found
                     line = f"{name:<16}{method:<27}{library:<11}"
                     if "processor" not in found:

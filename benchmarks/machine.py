@@ -21,6 +21,11 @@ def facts() -> dict:
     }
 
 
+def in_words() -> str:
+    "The processor, as a line above a table."
+    return "{processor}, {cores} cores, {system}".format(**facts())
+
+
 def busy_seconds() -> float:
     "Processor seconds that the machine has spent since it started, over all cores; Linux only."
     user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from statistics import median
 
-from machine import wait_for_quiet
+from machine import in_words, wait_for_quiet
 from problems import BENCHMARKS
 from report import OURS, compare, disagreements, show, speed_ratio, write
 
@@ -73,7 +73,7 @@ def row(rounds: list[dict]) -> dict:
 def time_benchmark(name: str, options) -> list[str]:
     "Time, show and write one benchmark; what went wrong comes back as sentences."
     benchmark, results, wrong, reference = BENCHMARKS[name], {}, [], None
-    print(f"{name}: {benchmark.title}; milliseconds\n", flush=True)
+    print(f"{name}: {benchmark.title}; milliseconds\n{in_words()}, of which {CORES} are used\n", flush=True)
     for dtype in options.dtypes:
         rows, failures = take_turns(name, dtype, options)
         reference = reference or next((row for row in rows.values() if row["gradient"]), None)

@@ -125,7 +125,11 @@ def compiled(
                 result, finite = _compiled(function, module, *arguments)
             if not isinstance(finite, jax.core.Tracer) and finite:
                 return result
-        return jax.block_until_ready(_compiled(function, module, *arguments)[0])
+        try:
+            return jax.block_until_ready(_compiled(function, module, *arguments)[0])
+        except eqx.EquinoxRuntimeError as error:
+            said = str(error).split("EquinoxRuntimeError: ")[-1].split("\n\n")[0]
+        raise eqx.EquinoxRuntimeError(said.strip())  # without the compiled code's stack
 
 # %% ../nbs/12_regression.ipynb #c011a
 class GaussianPosterior(Posterior):
