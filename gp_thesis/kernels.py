@@ -21,7 +21,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from .data import from_table
-from .linalg import cholesky, precise
+from .linalg import cholesky, precise, times_tangent
 from .parameters import (
     Parameter, Suggesting, as_float, cast, free, positive, suggesting, unwrap)
 
@@ -367,8 +367,9 @@ def _by_products(X, Y, dX, dY):
     dX, dY = 2 * dX, 2 * dY  # the factor goes on the narrow matrices
     a, b = jnp.sum(X * dX, 1, keepdims=True), jnp.sum(Y * dY, 1, keepdims=True)
     left = jnp.hstack([a, -dX]) @ jnp.hstack([ones(Y), Y]).T
-    right = jnp.hstack([ones(X), -X]) @ jnp.hstack([b, dY]).T
-    return left + right
+    # In reverse the left factor is a matrix of its own, and what is wide stays so.
+    dY = jax.lax.optimization_barrier(jnp.hstack([b, dY]).T)
+    return left + times_tangent(jnp.hstack([ones(X), -X]), dY)
 
 
 def _by_differences(X, Y, dX, dY):
