@@ -2,13 +2,14 @@
 
 `exact`: the exact objective and its gradient. `streamed`: the variational bound with 200 inducing points, its statistics summed
 over batches of rows read from disk, and then its gradient with the data in memory. `stochastic`: `fit` of an SVGP with 200
-inducing points to minibatches of 1000 rows drawn from disk, from a twentieth of the rows and then from all. `steps`: the time
-of a step of such a fit, from disk and in memory."""
+inducing points to minibatches of 1000 rows drawn from disk, from a twentieth of the rows and then from all. `tied`: the same of
+Power EP with one factor for all rows. `steps`: the time of a step of such a fit, from disk and in memory."""
 
 import json
 import re
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -50,8 +51,8 @@ def streamed(size: int) -> dict:
         return found | objective_and_gradient(*whole)
 
 
-def stochastic_problem(size: int):
-    "An SVGP in single precision, and `fit` for it with settings that all runs share."
+def stochastic_problem(size: int, kind: str = "SVGP"):
+    "An SVGP, or another class, in single precision, and `fit` for it with settings that all runs share."
     import gp_thesis as gpt
     import jax
     import optax
@@ -60,7 +61,7 @@ def stochastic_problem(size: int):
     problem = sparse_regression(size, 200, 8, "float32")
     inducing = gpt.InducingPoints(problem.Z)
     kernel = gpt.RBF(lengthscale=problem.lengthscale, variance=np.float32(problem.variance))
-    approximation = gpt.cast(gpt.SVGP(gpt.GP(kernel, gpt.Gaussian(np.float32(problem.noise))), inducing), np.float32)
+    approximation = gpt.cast(getattr(gpt, kind)(gpt.GP(kernel, gpt.Gaussian(np.float32(problem.noise))), inducing), np.float32)
     settings = dict(optimiser=optax.adam(0.01), batch_size=1000, key=jax.random.key(0))
     return (problem.X, problem.y), lambda data, **more: gpt.fit(approximation, data, **settings, **more)
 
@@ -72,8 +73,8 @@ def on_disk(arrays, folder: str) -> tuple:
     return tuple(np.load(Path(folder, f"{number}.npy"), mmap_mode="r") for number in range(len(arrays)))
 
 
-def stochastic(size: int) -> dict:
-    data, fit = stochastic_problem(size)
+def stochastic(size: int, kind: str = "SVGP") -> dict:
+    data, fit = stochastic_problem(size, kind)
     with tempfile.TemporaryDirectory() as folder:
         data = on_disk(data, folder)
         few = tuple(array[:size // 20] for array in data)
@@ -122,7 +123,8 @@ def objective_and_gradient(step, read) -> dict:
     }
 
 
-MEASURED = {"exact": exact, "streamed": streamed, "stochastic": stochastic, "steps": steps}
+MEASURED = {"exact": exact, "streamed": streamed, "stochastic": stochastic, "steps": steps,
+            "tied": partial(stochastic, kind="ApproximatePowerEP")}
 
 if __name__ == "__main__":
     name, size = sys.argv[1], int(sys.argv[2])

@@ -7,10 +7,10 @@ __all__ = ['SLOWER', 'FASTER', 'DataPrior', 'Sites', 'full_prior', 'fitc_prior',
            'posterior_of_sites', 'marginals', 'log_mass', 'Match', 'match_moments', 'look', 'sweep', 'Rounds',
            'FixedPoint', 'no_sites', 'moved', 'small_enough', 'take_rounds', 'Settled', 'settle', 'mismatch',
            'ep_evidence', 'as_power', 'PowerEP', 'rounds_of', 'prior_of', 'theta_of', 'found_by', 'sites_to_posterior',
-           'report', 'EP', 'check_ep', 'check_columns', 'GFITC', 'newton', 'Step', 'Convolved', 'convolve',
-           'sparse_mean_field_bound', 'force_on_centres', 'newton_step_on_centres', 'best_centres', 'check_probit',
-           'TwoStage', 'SparseMeanField', 'weak_bound', 'WeakBound', 'log_joint', 'force_on_v', 'newton_step_on_v',
-           'most_probable']
+           'report', 'proper_rows', 'check_sites', 'EP', 'check_ep', 'check_columns', 'GFITC', 'newton', 'Step',
+           'Convolved', 'convolve', 'sparse_mean_field_bound', 'force_on_centres', 'newton_step_on_centres',
+           'best_centres', 'check_probit', 'TwoStage', 'SparseMeanField', 'weak_bound', 'WeakBound', 'log_joint',
+           'force_on_v', 'newton_step_on_v', 'most_probable']
 
 # %% ../nbs/31_expectation_propagation.ipynb #c004
 import warnings
@@ -313,10 +313,11 @@ _setting = partial(eqx.field, static=True, kw_only=True)
 class PowerEP(Approximation):
     """Power EP for any likelihood: sites are functions of inducing variables.
 
-    `EP` and `GFITC` are power 1; towards power 0 come `VGP` and `SVGP`. O(N M²) time
-    for a round and O(N M) memory, P times that for P latent functions. Without a fixed
-    point, objective and posterior raise `equinox.EquinoxRuntimeError`, or are NaN
-    within `nan_on_failure`. JAX loses second derivatives inside of a `lax.scan`.
+    `EP` and `GFITC` are power 1; towards power 0 come `VGP` and `SVGP`, but for a
+    `Softmax`, whose expectations they bound. O(N M²) time for a round and O(N M)
+    memory, P times that for P latent functions. Without a fixed point, objective and
+    posterior raise `equinox.EquinoxRuntimeError`, or are NaN within `nan_on_failure`.
+    JAX loses second derivatives inside of a `lax.scan`.
     [@minka2001; @bui2017thesis, section 2.3]"""
     model: GP  # what is believed of f and y
     inducing: InducingVariables | None = None  # such as InducingPoints(Z); None: all X
@@ -338,7 +339,9 @@ class PowerEP(Approximation):
 
     def fixed_point(self, X, y, sites: Sites | None = None) -> FixedPoint:
         "Where rounds from `sites` end, or from none; a warning if at no fixed point."
-        return report(self, compiled(found_by, self, *self.check(X, y), sites))
+        X, y = self.check(X, y)
+        sites = None if sites is None else check_sites(self, X, sites)
+        return report(self, compiled(found_by, self, X, y, sites))
 
     def latent_shape(self, rows):
         P = self.model.likelihood.num_latents
@@ -387,6 +390,35 @@ def report(approx, point: FixedPoint) -> FixedPoint:
             f"largest is {point.misfit:.1e}. Sites and cavities are those of the last "
             "round that left a Gaussian", stacklevel=4)
     return point
+
+# %% ../nbs/31_expectation_propagation.ipynb #c023c
+def proper_rows(prior: DataPrior, sites: Sites, power: Array | None) -> Array:
+    "Whether the cavity of each row is a Gaussian, (N,); all are none if q is none."
+    var, alpha = marginals(prior, sites)[1], 1.0 if power is None else power
+    proper = (var >= 0) & (1 - alpha * sites.precision * var > 0)
+    return jnp.all((proper & jnp.isfinite(sites.shift)).reshape(len(var), -1), axis=1)
+
+
+def _improper(approx, X, sites):
+    return jnp.sum(~proper_rows(prior_of(approx, X), sites, approx.power))
+
+
+def check_sites(approx, X, sites) -> Sites:
+    "As arrays; ValueError unless they fit the rows of X and leave Gaussians."
+    if not isinstance(sites, Sites):
+        raise ValueError("sites must be Sites, such as those of a fixed_point, got "
+                         f"{type(sites).__name__}")
+    shape, (shift, precision) = approx.latent_shape(len(X)), map(jnp.shape, sites)
+    if not shift == precision == shape:
+        raise ValueError(f"shift and precision of sites must have shape {shape}, as "
+                         f"there are {len(X)} rows, got {shift} and {precision}")
+    sites = jax.tree.map(lambda part: jnp.asarray(part, X.dtype), sites)
+    lost = compiled(_improper, approx, X, sites)
+    if not isinstance(lost, jax.core.Tracer) and lost:
+        raise ValueError(f"sites must leave Gaussians: without its own, {lost} of "
+                         f"{len(X)} rows have none. Begin with none, or with those of "
+                         "a fixed_point; a smaller power takes less of each out")
+    return sites
 
 # %% ../nbs/31_expectation_propagation.ipynb #c023b
 @suggesting

@@ -726,8 +726,8 @@ class Independent(Kernel):
     def evaluate(self, X, X2=None):
         raise ValueError(
             f"Independent holds a kernel for each of {len(self.kernels)} functions, "
-            "but here one is needed for all; SVGP takes it as the kernel of its model, "
-            "and it cannot be part of a sum or a product")
+            "but here one is needed for all; SVGP and ApproximatePowerEP take it as "
+            "the kernel of their model, and it cannot be part of a sum or a product")
 
     def evaluate_diag(self, X):
         return self.evaluate(X)

@@ -13,8 +13,8 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from .ep import (
-    PowerEP, Settled, Sites, ep_evidence, look, marginals, match_moments, moved,
-    no_sites, prior_of, sites_to_posterior, sweep, theta_of)
+    PowerEP, Settled, Sites, check_sites, ep_evidence, look, marginals, match_moments,
+    moved, no_sites, prior_of, proper_rows, sites_to_posterior, sweep, theta_of)
 from .exact import compiled
 from .inducing import InducingPosterior
 from .variational import PointPosterior
@@ -34,9 +34,11 @@ def visit_sites(
 ) -> Sites:
     """The sites after a visit to some, by the approximation's rate and order.
 
-    A site whose cavity is no Gaussian stays as it is, and all do if the step would
-    leave the Gaussians. O(N M²). ValueError for rows that are not there."""
+    A site that meets a cavity that is no Gaussian stays as it is, and all do if the
+    step would leave the Gaussians. O(N M²). ValueError for rows that are not there and
+    sites that do not fit, or leave no Gaussians to begin with."""
     X, y = approx.check(X, y)
+    sites = check_sites(approx, X, sites)
     rows = np.arange(len(X)) if rows is None else np.asarray(rows)
     whole = rows.ndim == 1 and np.issubdtype(rows.dtype, np.integer)
     if not whole or not len(rows) or rows.min() < 0 or rows.max() >= len(X):
@@ -45,15 +47,21 @@ def visit_sites(
 
 
 def energy_at(approx: PowerEP, sites: Sites, X, y) -> Float[Array, ""]:
-    "@eq-pep-any-energy of these sites and their own cavities, converged or not."
-    return compiled(_energy, approx, sites, *approx.check(X, y))
+    """@eq-pep-any-energy of these sites and their own cavities, converged or not.
+
+    ValueError unless the sites fit X and leave Gaussians."""
+    X, y = approx.check(X, y)
+    return compiled(_energy, approx, check_sites(approx, X, sites), X, y)
 
 
 def posterior_at(
     approx: PowerEP, sites: Sites, X
 ) -> InducingPosterior | PointPosterior:
-    "q(f) of these sites for the rows of X, converged or not."
-    return compiled(sites_to_posterior, approx, approx.check(X)[0], sites)
+    """q(f) of these sites for the rows of X, converged or not.
+
+    ValueError unless the sites fit X and leave Gaussians."""
+    X, _ = approx.check(X)
+    return compiled(sites_to_posterior, approx, X, check_sites(approx, X, sites))
 
 # %% ../nbs/50_power_ep.ipynb #p027
 def _none(approx, X, y):
@@ -61,7 +69,7 @@ def _none(approx, X, y):
 
 
 def _visit(approx, sites, X, y, rows):
-    prior, likelihood, y, power = theta = theta_of(approx, X, y)
+    prior, likelihood, y, power = theta_of(approx, X, y)
     take = lambda tree: jax.tree.map(lambda x: x[rows], tree)
     if approx.sequential:
         goal = take(sweep(likelihood, prior, y, sites, power, rows))
@@ -73,16 +81,8 @@ def _visit(approx, sites, X, y, rows):
         goal = jax.tree.map(keep, found.target, take(sites))
     new = moved(take(sites), goal, approx.rate)
     new = jax.tree.map(lambda x, part: x.at[rows].set(part), sites, new)
-    was, now = (_proper(theta, each) for each in (sites, new))
-    return jax.tree.map(lambda a, b: jnp.where(was & ~now, a, b), sites, new)
-
-
-def _proper(theta, sites):
-    "Whether q and all cavities are Gaussians."
-    prior, _, _, power = theta
-    _, v = marginals(prior, sites)
-    alpha = 1.0 if power is None else power
-    return jnp.all((v >= 0) & (1 - alpha * sites.precision * v > 0))
+    proper = jnp.all(proper_rows(prior, new, power))
+    return jax.tree.map(lambda a, b: jnp.where(proper, b, a), sites, new)
 
 
 def _energy(approx, sites, X, y):

@@ -66,8 +66,9 @@ class ApproximatePowerEP(SVGP):
     """Power EP with one average factor for all rows, q(v) ∝ p(v) t(v)ᴺ, @eq-tied-q.
 
     For any likelihood, and any size of data: its energy, @eq-tied-energy, is a sum over
-    rows. Towards power 0 it is the bound of `SVGP`; above, it is no bound. O(B M² + M³)
-    time for B rows, O(M²) memory. [@bui2017thesis, section 2.6]"""
+    rows. Towards power 0 it is the bound of `SVGP`, but for a `Softmax`, whose
+    expectation that bounds; above, it is no bound. O(B M² + M³) time for B rows, O(M²)
+    memory. [@bui2017thesis, section 2.6]"""
     power: Fixed | None  # None is 1, a program of its own
 
     def __init__(

@@ -44,9 +44,10 @@ def test_streamed_rows_are_never_held_at_once():
     assert measured["peak"] - measured["pass"]["peak"] < N * M * 8 / GIBI / 2 + COMPILER            # and the gradient in memory
 
 
-def test_a_fit_to_rows_on_disk_takes_no_more_memory_than_to_a_twentieth_of_them():
+@pytest.mark.parametrize("name", ["stochastic", "tied"])
+def test_a_fit_to_rows_on_disk_takes_no_more_memory_than_to_a_twentieth_of_them(name):
     N = 1_000_000
-    private = measure("stochastic", N)["private"]
+    private = measure(name, N)["private"]
     if None in private["all"]:
         pytest.skip("this system does not tell a process's own pages from those of its files")
     data = N * 9 * 4 / GIBI

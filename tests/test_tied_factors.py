@@ -125,6 +125,18 @@ def test_one_row_and_rows_that_are_alike_are_power_ep(rows, power):
         assert np.isclose(found.objective(few, seen), closed.objective(few, seen), rtol=1e-8)
 
 
+@pytest.mark.parametrize("kind", ["Bernoulli", "Poisson", "StudentT"])
+def test_one_row_is_power_ep_for_any_likelihood(kind):
+    row, seen = X[[3]], Y[kind][[3]]
+    untied = gpt.PowerEP(model(kind), points, 0.5, tolerance=1e-12)
+    best = untied.posterior(row, seen)
+    q = VariationalGaussian(best.m, np.linalg.cholesky(best.S_factor @ best.S_factor.T))
+    moving, rest = partition(with_q(gpt.ApproximatePowerEP(model(kind), points, 0.5), q))
+    value, slopes = jax.value_and_grad(lambda moving: eqx.combine(moving, rest).objective(row, seen))(moving)
+    assert np.isclose(value, untied.objective(row, seen), rtol=0, atol=1e-8)
+    assert all(np.all(np.abs(slope) < 1e-8) for slope in jax.tree.leaves(slopes.q))
+
+
 def test_at_an_optimum_q_has_the_average_moments_of_the_tilted():
     "One inducing variable at the input of all rows, so that tilted distributions are in one dimension."
     power, z = 0.5, np.full((6, 1), 1.0)
