@@ -400,7 +400,7 @@ def proper_rows(prior: DataPrior, sites: Sites, power: Array | None) -> Array:
 
 
 def _improper(approx, X, sites):
-    return jnp.sum(~proper_rows(prior_of(approx, X), sites, approx.power))
+    return jnp.sum(1.0 - proper_rows(prior_of(approx, X), sites, approx.power))
 
 
 def check_sites(approx, X, sites) -> Sites:
@@ -415,7 +415,7 @@ def check_sites(approx, X, sites) -> Sites:
     sites = jax.tree.map(lambda part: jnp.asarray(part, X.dtype), sites)
     lost = compiled(_improper, approx, X, sites)
     if not isinstance(lost, jax.core.Tracer) and lost:
-        raise ValueError(f"sites must leave Gaussians: without its own, {lost} of "
+        raise ValueError(f"sites must leave Gaussians: without its own, {lost:.0f} of "
                          f"{len(X)} rows have none. Begin with none, or with those of "
                          "a fixed_point; a smaller power takes less of each out")
     return sites

@@ -237,7 +237,8 @@ def test_gradients_are_those_of_the_converged_energy(name):
         slope, step = energy(flat)[1], 1e-4
         at = lambda e: float(energy(flat + e)[0])
         differences = [(8 * (at(e) - at(-e)) - at(2 * e) + at(-2 * e)) / (12 * step) for e in step * np.eye(len(flat))]
-    assert len(flat) == 3 + (name == "Student") + 4 and np.abs(slope).min() > 1e-4
+    free = 2 if name == "robust max" else 0        # the order of functions knows neither their scale nor a common mean
+    assert len(flat) == 3 + (name == "Student") + 4 and np.sort(np.abs(slope))[free] > 1e-4
     assert np.allclose(slope, differences, rtol=1e-5, atol=1e-5)
 
 
@@ -353,16 +354,15 @@ def test_a_smaller_power_has_a_fixed_point_where_one_has_none():
 @pytest.mark.parametrize("sequential", [False, True])
 def test_visits_leave_the_sites_that_would_leave_no_gaussian(sequential):
     inputs, y, gp = contradictions()
-    approx = gpt.PowerEP(gp, None, 1.0, sequential=sequential)
-    sites, kept = start_sites(approx, inputs, y), []
-    for _ in range(8):
-        new = visit_sites(approx, sites, inputs, y)
-        same = np.asarray(new.shift == sites.shift) & np.asarray(new.precision == sites.precision)
-        kept.append(same.sum())
+    approx = gpt.PowerEP(gp, None, 1.0, rate=0.5, sequential=sequential)
+    sites, random, moved = start_sites(approx, inputs, y), np.random.default_rng(0), []
+    for _ in range(40):
+        rows = random.choice(34, 4, replace=False)
+        new = visit_sites(approx, sites, inputs, y, rows)
+        moved.append(np.sum(np.asarray(new.shift != sites.shift)[rows]))
         sites = new
-        assert np.isfinite(energy_at(approx, sites, inputs, y)) and np.isfinite(posterior_at(approx, sites, inputs).S_factor).all()
-    print(kept)
-    assert kept[0] == 0 and max(kept) > 0
+    assert 0 in moved and max(moved) == 4
+    assert np.isfinite(energy_at(approx, sites, inputs, y)) and np.isfinite(posterior_at(approx, sites, inputs).S_factor).all()
 
 
 # what users can get wrong
