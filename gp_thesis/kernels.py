@@ -84,6 +84,7 @@ def in_dtype_of(tree, **arrays) -> list:
     return [tree, *arrays.values()]
 
 
+# %% ../nbs/10_processes.ipynb #c018p
 def _parameters_of(tree) -> dict[str, Array]:
     "Floating arrays of an unwrapped tree, by names such as `kernels[0].lengthscale`."
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
