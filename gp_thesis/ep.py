@@ -317,8 +317,7 @@ class PowerEP(Approximation):
     `Softmax`, whose expectations they bound. O(N M²) time for a round and O(N M)
     memory, P times that for P latent functions. Without a fixed point, objective and
     posterior raise `equinox.EquinoxRuntimeError`, or are NaN within `nan_on_failure`.
-    JAX loses second derivatives inside of a `lax.scan`.
-    [@minka2001; @bui2017thesis, section 2.3]"""
+    No second derivatives in a `lax.scan`. [@minka2001; @bui2017thesis, section 2.3]"""
     model: GP  # what is believed of f and y
     inducing: InducingVariables | None = None  # such as InducingPoints(Z); None: all X
     power: Fixed | None = eqx.field(default=1.0, converter=as_power)  # α in (0, 1]
@@ -349,9 +348,7 @@ class PowerEP(Approximation):
 
     def check(self, X, y=None):
         return check_columns(self, *super().check(X, y))
-
-    def __check_init__(self):
-        check_ep(self)
+    __check_init__ = lambda self: check_ep(self)
 
 # %% ../nbs/31_expectation_propagation.ipynb #c023
 def rounds_of(approx):

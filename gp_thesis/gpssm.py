@@ -1187,19 +1187,19 @@ def shares_of_u(approx, q, T):
 
 # %% ../nbs/62_state_space.ipynb #s058
 class PowerGPSSM(eqx.Module, metaclass=Suggesting):
-    """Power EP with Gaussian factors of each step, @eq-step-site, for factorised states
-    and a linear emission with Gaussian noise, whose factors are exact.
-
-    O(D M²) numbers and O(D M³) time for a step. Not for `fit`: with settled sites held
-    still the slope of `energy` is right. ValueError for other models. [@bui2017thesis,
-    section 3.4]"""
+    """Power EP with Gaussian factors of each step, @eq-step-site: factorised states, a
+    linear emission with Gaussian noise. O(D M²) numbers and O(D M³) time for a step;
+    not for `fit`: with settled sites held still `energy` has the right slope.
+    ValueError for other models. [@bui2017thesis, section 3.4]"""
     model: StateSpace
     inducing: InducingVariables
-    controls: Fixed  # (T, C)
-    power: Fixed     # α
+    controls: Fixed
+    power: Fixed
 
     def __init__(
-        self, model: StateSpace, inducing: InducingVariables,
+        self,
+        model: StateSpace,  # With a linear emission and Gaussian noise
+        inducing: InducingVariables,  # Points of f, on states and controls
         num_steps: int,  # T
         power: float = 1.0,  # α in (0, 1]
         controls=None,  # (T, C): row t - 1 leads from x_{t-1} to x_t
@@ -1212,8 +1212,8 @@ class PowerGPSSM(eqx.Module, metaclass=Suggesting):
 
     def start(self, Y, states: FactorisedStates, q=None):
         "Sites to begin with: those of states and q(v), or of its prior."
-        Y = check_power_series(self, Y, states)
-        return self.shared(unwrap(self), Y, unwrap(states), unwrap(q))
+        checked = check_power_series(self, Y, states)
+        return self.shared(*unwrap((self, checked, states, q)))
 
     def rounds(self, Y, sites, number: int = 10, damping: float = 0.5):
         "Sites after so many rounds, and how many of them the last one left alone."
@@ -1222,10 +1222,9 @@ class PowerGPSSM(eqx.Module, metaclass=Suggesting):
 
     def energy(self, Y, sites) -> Array:
         "@eq-gpssm-site-energy, an estimate of log p(y) where sites have settled."
-        return self.energy_at(unwrap(self), self.check(Y, sites), sites)
+        return self.value(unwrap(self), self.check(Y, sites), sites)
     kind, check, totals, posterior = Site, check_sites, totals, posterior_of_sites
-    shared, taken = staticmethod(shared_out), staticmethod(take_rounds)
-    energy_at = staticmethod(energy_of_sites)
+    shared, taken, value = map(staticmethod, (shared_out, take_rounds, energy_of_sites))
 
 # %% ../nbs/62_state_space.ipynb #s06d
 class PairSite(NamedTuple):
@@ -1366,9 +1365,9 @@ def pair_totals(approx, emitted, sites) -> tuple[Natural, Natural]:
 class PowerChainGPSSM(PowerGPSSM):
     """`PowerGPSSM` with a factor of each pair of neighbours, @eq-pair-site, for a chain
     of states; `start` takes MarkovStates. [@bui2017thesis, table 3.1]"""
-    kind = PairSite
-    shared, taken = staticmethod(shared_pairs), staticmethod(take_pair_rounds)
-    totals, energy_at = pair_totals, staticmethod(energy_of_pairs)
+    kind, totals = PairSite, pair_totals
+    shared, taken, value = map(
+        staticmethod, (shared_pairs, take_pair_rounds, energy_of_pairs))
 
 # %% ../nbs/62_state_space.ipynb #s064
 def tied(sparse: SparseProcess | None, share):

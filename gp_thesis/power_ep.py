@@ -46,6 +46,7 @@ def visit_sites(
     return compiled(_visit, approx, sites, X, y, jnp.asarray(rows))
 
 
+# %% ../nbs/50_power_ep.ipynb #p26b
 def energy_at(approx: PowerEP, sites: Sites, X, y) -> Float[Array, ""]:
     """@eq-pep-any-energy of these sites and their own cavities, converged or not.
 
