@@ -7,8 +7,8 @@ __all__ = ['SLOWER', 'FASTER', 'DataPrior', 'Sites', 'full_prior', 'fitc_prior',
            'posterior_of_sites', 'marginals', 'log_mass', 'Match', 'match_moments', 'look', 'sweep', 'Rounds',
            'FixedPoint', 'no_sites', 'moved', 'small_enough', 'take_rounds', 'Settled', 'settle', 'mismatch',
            'ep_evidence', 'as_power', 'PowerEP', 'rounds_of', 'prior_of', 'theta_of', 'found_by', 'sites_to_posterior',
-           'report', 'proper_rows', 'check_sites', 'EP', 'check_ep', 'check_columns', 'GFITC', 'newton', 'Step',
-           'Convolved', 'convolve', 'sparse_mean_field_bound', 'force_on_centres', 'newton_step_on_centres',
+           'report', 'proper_rows', 'check_sites', 'rounds_from', 'EP', 'check_ep', 'check_columns', 'GFITC', 'newton',
+           'Step', 'Convolved', 'convolve', 'sparse_mean_field_bound', 'force_on_centres', 'newton_step_on_centres',
            'best_centres', 'check_probit', 'TwoStage', 'SparseMeanField', 'weak_bound', 'WeakBound', 'log_joint',
            'force_on_v', 'newton_step_on_v', 'most_probable']
 
@@ -313,11 +313,11 @@ _setting = partial(eqx.field, static=True, kw_only=True)
 class PowerEP(Approximation):
     """Power EP for any likelihood: sites are functions of inducing variables.
 
-    `EP` and `GFITC` are power 1; towards power 0 come `VGP` and `SVGP`, but for a
-    `Softmax`, whose expectations they bound. O(N M²) time for a round and O(N M)
-    memory, P times that for P latent functions. Without a fixed point, objective and
-    posterior raise `equinox.EquinoxRuntimeError`, or are NaN within `nan_on_failure`.
-    No second derivatives in a `lax.scan`. [@minka2001; @bui2017thesis, section 2.3]"""
+    `EP` and `GFITC` are power 1; towards 0 come `VGP` and `SVGP` (not for `Softmax`,
+    whose expectations these bound). O(N M²) time for a round and O(N M) memory, P times
+    that for P latent functions. Without a fixed point, objective and posterior raise
+    `equinox.EquinoxRuntimeError`, or are NaN within `nan_on_failure`. JAX loses second
+    derivatives inside of a `lax.scan`. [@minka2001; @bui2017thesis, section 2.3]"""
     model: GP  # what is believed of f and y
     inducing: InducingVariables | None = None  # such as InducingPoints(Z); None: all X
     power: Fixed | None = eqx.field(default=1.0, converter=as_power)  # α in (0, 1]
@@ -338,9 +338,7 @@ class PowerEP(Approximation):
 
     def fixed_point(self, X, y, sites: Sites | None = None) -> FixedPoint:
         "Where rounds from `sites` end, or from none; a warning if at no fixed point."
-        X, y = self.check(X, y)
-        sites = None if sites is None else check_sites(self, X, sites)
-        return report(self, compiled(found_by, self, X, y, sites))
+        return report(self, rounds_from(self, *self.check(X, y), sites))
 
     def latent_shape(self, rows):
         P = self.model.likelihood.num_latents
@@ -348,7 +346,9 @@ class PowerEP(Approximation):
 
     def check(self, X, y=None):
         return check_columns(self, *super().check(X, y))
-    __check_init__ = lambda self: check_ep(self)
+
+    def __check_init__(self):
+        check_ep(self)
 
 # %% ../nbs/31_expectation_propagation.ipynb #c023
 def rounds_of(approx):
@@ -416,6 +416,11 @@ def check_sites(approx, X, sites) -> Sites:
                          f"{len(X)} rows have none. Begin with none, or with those of "
                          "a fixed_point; a smaller power takes less of each out")
     return sites
+
+
+def rounds_from(approx, X, y, sites):
+    sites = None if sites is None else check_sites(approx, X, sites)
+    return compiled(found_by, approx, X, y, sites)
 
 # %% ../nbs/31_expectation_propagation.ipynb #c023b
 @suggesting

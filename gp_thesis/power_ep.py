@@ -45,7 +45,6 @@ def visit_sites(
         raise ValueError(f"rows must be numbers from 0 to {len(X) - 1}, got {rows!r}")
     return compiled(_visit, approx, sites, X, y, jnp.asarray(rows))
 
-
 # %% ../nbs/50_power_ep.ipynb #p26b
 def energy_at(approx: PowerEP, sites: Sites, X, y) -> Float[Array, ""]:
     """@eq-pep-any-energy of these sites and their own cavities, converged or not.
