@@ -26,8 +26,6 @@ from xml.etree import ElementTree
 
 import numpy as np
 
-from .parameters import suggesting
-
 # %% ../nbs/04_data.ipynb #c007
 def _package_folder() -> Path:
     "Folder of the package, found without importing it."
@@ -855,7 +853,6 @@ def _floats(X) -> np.ndarray:
     return X if X.dtype.kind == "f" else X.astype(float)
 
 # %% ../nbs/04_data.ipynb #c054b
-@suggesting
 def standardise(
     X: np.ndarray,  # (N, D) or (N,), or a table of columns of numbers
 ) -> tuple[np.ndarray, Standardiser]:  # the standardised array and the map that made it

@@ -236,7 +236,6 @@ def test_bad_models_and_queries_are_refused():
     (lambda: gpt.load(file="f"), "load has no argument 'file'; it takes path"),
     (lambda: gpt.freeze(model=gpt.RBF()), "freeze has no argument 'model'; it takes tree"),
     (lambda: gpt.cast(gpt.RBF(), type="float32"), "cast has no argument 'type'; "),
-    (lambda: standardise(x=toy()[0]), "standardise has no argument 'x'; did you mean 'X'"),
     (lambda: plotting.set_theme(wide=5), "set_theme has no argument 'wide'; did you mean 'width'"),
     (lambda: gpt.VGP(toy_model(), 25).fixed_point(*toy()[:2], round=3), "fixed_point has no argument 'round'; did you mean 'rounds'"),
     (lambda: gpt.MeanField(toy_model(), 25).coordinate_ascent(*toy()[:2], steps=3), "coordinate_ascent has no argument 'steps'; "),
