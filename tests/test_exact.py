@@ -284,7 +284,7 @@ def test_tables_are_taken_and_columns_without_numbers_are_named():
         broken = rf"(is ({dtype})|has NaN or infinity, first in row 1)"
         with pytest.raises(ValueError, match=f"X must have columns of numbers without gaps, but column 'c' {broken}"):
             approx.objective(table.assign(c=column), y)
-        with pytest.raises(ValueError, match=rf"y must be numbers without gaps, but column 'c' is ({dtype})|the first is y\[1\] = nan"):
+        with pytest.raises(ValueError, match=f"y must be numbers without gaps, but column 'c' {broken}"):
             approx.objective(table, pd.Series(column, name="c"))
     gaps = pd.array([True, False, None], dtype="boolean")                        # a dtype of numbers, whose gap is the fault
     with pytest.raises(ValueError, match="but column 'c' has NaN or infinity, first in row 2"):
