@@ -567,7 +567,8 @@ def test_power_ep_is_stationary_where_it_settles(kind):
     slopes = [slope_in_sites(approx, Y, sites, seed) for seed in range(4)]
     away = jax.tree.map(lambda a: 1.01 * a, sites)
     assert np.max(np.abs(slopes)) < 1e-5
-    assert 3e-4 < abs(slope_in_sites(approx, Y, away, 0))
+    steep = 1e-2 if kind is PowerGPSSM else 3e-4  # what pairs share is flat along them
+    assert steep < abs(slope_in_sites(approx, Y, away, 0))
     # The energy's slope with sites held still is that of the settled one.
     others = [moved(approx, size, lambda a: a.model.noise) for size in (1e-4, -1e-4)]
     again = [other.energy(Y, settled(other, Y, sites)) for other in others]
