@@ -75,7 +75,9 @@ _WHEN_ASKED_FOR = {
         "ApproximatePowerGPSSM", "CollapsedGPSSM", "CoupledGPSSM", "CoupledStates",
         "Draws", "FactorisedStates", "GPSSM", "LinearEmission", "MarkovStates",
         "PowerChainGPSSM", "PowerGPSSM", "PriorStates", "StateSpace", "coupled",
-        "series"), "gpssm")}
+        "series"), "gpssm"),
+    **dict.fromkeys(("ApproximatePowerCoupledGPSSM", "ParticleGPSSM", "by_particles"),
+                    "particles")}
 
 
 def __getattr__(name):

@@ -6,13 +6,14 @@
 __all__ = ['ROWS_AT_ONCE', 'observed', 'Term', 'terms_of', 'mean_of_product', 'meeting_point', 'semidefinite_root',
            'standard_nodes', 'looked_at', 'columns_seen', 'node_steps', 'check_gaussians', 'full_covariances',
            'expectation_rule', 'expected_diag', 'expected_kernel', 'expected_input_kernel', 'expected_product',
-           'weighted_distance', 'log_bump']
+           'Averages', 'kernel_averages', 'weighted_distance', 'log_bump']
 
 # %% ../nbs/15_expectations.ipynb #x004
 from functools import reduce
 from itertools import combinations, permutations, product
 from typing import NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -389,6 +390,29 @@ def expected_product(
     of_row = lambda row: _row_product(a, b, *row, Z, Z2)
     rows = mean, full_covariances(cov)
     return lax.map(jax.checkpoint(of_row), rows, batch_size=ROWS_AT_ONCE)
+
+# %% ../nbs/15_expectations.ipynb #x24b
+class Averages(eqx.Module):
+    "What a kernel is on average over Gaussian inputs, and how that was computed."
+    diag: Array          # E k(x, x), (N,)
+    kernel: Array        # E k(x, Z), (N, M)
+    input_kernel: Array  # E k(x, Z) x, (N, M, D)
+    product: Array       # E k(Z, x) k(x, Z), (N, M, M)
+    rule: str = eqx.field(static=True)  # As `expectation_rule` says it
+
+
+def kernel_averages(
+    kernel: Kernel,
+    mean: Array,  # Of the inputs, (N, D)
+    cov: Array,  # (N, D, D), or (N, D) for independent columns
+    Z: Array,  # (M, D)
+) -> Averages:
+    "All of @eq-expectations, and the rule. Raises ValueError if shapes do not fit."
+    at = kernel, mean, cov
+    diag, first = expected_diag(*at), expected_kernel(*at, Z)
+    rule = expectation_rule(kernel, jnp.shape(mean)[1])
+    return Averages(diag, first, expected_input_kernel(*at, Z),
+                    expected_product(*at, Z), rule)
 
 # %% ../nbs/15_expectations.ipynb #x026
 @jax.custom_jvp

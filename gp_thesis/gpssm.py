@@ -35,8 +35,7 @@ from jaxtyping import Array
 from .ep import as_power
 from .exact import GP, Approximation, Posterior, compiled, float_dtype
 from .expectations import (
-    expected_diag, expected_input_kernel, expected_kernel, expected_product, observed,
-    semidefinite_root, standard_nodes)
+    kernel_averages, observed, semidefinite_root, standard_nodes)
 from .gplvm import (
     Natural, check_rounds, log_partition, moments_of, natural_of, plus, visited)
 from .inducing import InducingPoints, InducingVariables, inducing_factor
@@ -633,7 +632,8 @@ def check_parts(model, inducing, states, need, emission_inducing, through):
     D = model.num_states
     if not hasattr(states, need):
         raise ValueError(f"states must be {STATES[need]}, got {type(states).__name__}")
-    if (found := jnp.shape(unwrap(states.mean))[-1]) != D:
+    found = jnp.shape(unwrap(getattr(states, "mean", np.zeros(D))))[-1]
+    if found != D:
         raise ValueError(f"states must have {D} columns, as the model has, got {found}")
     process = isinstance(model.emission, GP)
     if process != (emission_inducing is not None):
@@ -959,16 +959,15 @@ def step_statistics(approx, times) -> list[StepStatistics]:
 def of_one_kernel(inducing, kernel, inputs, root, mean, onward):
     "Φ, b for all columns of r = mean + onward ε + ..., and Σ E var[f | u]."
     factor = with_inverse(inducing_factor(inducing, kernel, LIFT[mean.dtype.name]))
-    cov, Z = outer(root), inducing.Z
-    psi1 = expected_kernel(kernel, inputs, cov, Z)
-    with_x = expected_input_kernel(kernel, inputs, cov, Z)
-    varied = with_x - psi1[:, :, None] * inputs[:, None]  # cov(k, input), (B, M, ·)
-    D = root.shape[2]
+    average = kernel_averages(kernel, inputs, outer(root), inducing.Z)
+    varied = average.input_kernel - average.kernel[:, :, None] * inputs[:, None]
+    D = root.shape[2]  # varied is cov(k, input), (B, M, ·)
     per_noise = substitute(root[:, :D], jnp.swapaxes(varied[..., :D], 1, 2))  # E ε kᵀ
-    Psi2 = jnp.sum(expected_product(kernel, inputs, cov, Z), axis=0)
+    Psi2 = jnp.sum(average.product, axis=0)
     Phi = factor.inverse @ Psi2 @ factor.inverse.T
-    b = factor.inverse @ (psi1.T @ mean + jnp.einsum("bde,bem->md", onward, per_noise))
-    left = jnp.sum(expected_diag(kernel, inputs, cov)) - jnp.trace(Phi)
+    b = factor.inverse @ (average.kernel.T @ mean
+                          + jnp.einsum("bde,bem->md", onward, per_noise))
+    left = jnp.sum(average.diag) - jnp.trace(Phi)
     return Phi, b, jnp.maximum(left, 0.0)
 
 # %% ../nbs/62_state_space.ipynb #s045

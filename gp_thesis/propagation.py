@@ -56,15 +56,21 @@ def slopes(function, X: Array) -> Array:
 ROWS = 2**13  # inputs that a posterior is asked for at once
 
 
-def in_parts(function, X: Array) -> Array:
-    "function(X) of ROWS rows of X at a time, computed again in reverse."
-    if len(X) <= ROWS:
-        return function(X)
-    parts = -(-len(X) // ROWS)
-    padded = jnp.pad(X, ((0, parts * ROWS - len(X)), (0, 0)), mode="edge")
-    padded = padded.reshape(parts, ROWS, -1)
-    each = lax.map(jax.checkpoint(lambda X: function(X)), padded)
-    return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:])[:len(X)], each)
+def in_parts(function, most: int, *arrays: Array) -> Array:
+    "function(*arrays), of at most so many rows at a time, computed again in reverse."
+    S = len(arrays[0])
+    if S <= most:
+        return function(*arrays)
+    parts = -(-S // most)
+    size = -(-S // parts)  # of each: all are alike
+
+    def cut(a):
+        more = (0, parts * size - S), *((0, 0),) * (a.ndim - 1)
+        return jnp.pad(a, more, mode="edge").reshape(parts, size, *a.shape[1:])
+
+    of_part = jax.checkpoint(lambda rows: function(*rows))
+    each = lax.map(of_part, jax.tree.map(cut, arrays))
+    return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:])[:S], each)
 
 # %% ../nbs/60_propagation.ipynb #p012
 class Weights(NamedTuple):
@@ -164,12 +170,8 @@ def kernel_moments(
     cov: Array,  # (S, D, D), or (S, D) for independent columns
 ) -> Moments:
     "@eq-propagated for functions whose prior mean is zero; O(S M²) time for each pair."
-    most = max(len(group.Z) for group in groups)
-    if (rows := max(1, CHUNK // most**2)) >= len(mean):
-        return _some_moments(groups, mean, cov)
-    of_one = lambda row: jax.tree.map(
-        lambda a: a[0], _some_moments(groups, *(a[None] for a in row)))
-    return lax.map(jax.checkpoint(of_one), (mean, cov), batch_size=rows)
+    most = max(1, CHUNK // max(len(group.Z) for group in groups) ** 2)
+    return in_parts(lambda *rows: _some_moments(groups, *rows), most, mean, cov)
 
 # %% ../nbs/60_propagation.ipynb #p016
 def is_affine(mean: Mean) -> bool:
@@ -210,7 +212,7 @@ def over_nodes(
     "@eq-propagated as sums over nodes of x; outputs are independent given x."
     Q, S, D = steps.shape
     f, v = (a.reshape(Q, S, -1) for a in in_parts(
-        function, (mean + steps).reshape(-1, D)))
+        function, ROWS, (mean + steps).reshape(-1, D)))
     average = jnp.tensordot(masses, f, 1)
     centred = f - average
     weigh = lambda a, b: jnp.einsum("q,qsp,qsr->spr", masses, a, b)
@@ -445,7 +447,7 @@ def _marginals_for(post, key, x):
     "Means and variances of f given x (n, S, D), (n, S, *P); of a mixture by members."
     n, S, D = x.shape
     if not is_mixture(post):
-        each = in_parts(post.latent_marginals, x.reshape(-1, D))
+        each = in_parts(post.latent_marginals, ROWS, x.reshape(-1, D))
         return jax.tree.map(lambda a: a.reshape(n, S, *a.shape[1:]), each)
     T = min(n, len(post))
     picks = jax.random.permutation(key, len(post))[:T]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from gp_thesis.expectations import (expectation_rule, expected_diag, expected_input_kernel, expected_kernel, expected_product,
-                                    log_bump, observed, semidefinite_root, standard_nodes, weighted_distance)
+                                    kernel_averages, log_bump, observed, semidefinite_root, standard_nodes, weighted_distance)
 from gp_thesis.kernels import RBF, Constant, Cosine, Linear, Matern32, Matern52, Polynomial, White
 from gp_thesis.parameters import cast, free, partition, unwrap
 
@@ -232,3 +232,17 @@ def test_shapes_that_do_not_fit(arguments, message):
     for function in (expected_kernel, expected_product, expected_input_kernel):
         with pytest.raises(ValueError, match=message):
             function(RBF(), *map(jnp.asarray, arguments))
+
+
+def test_averages_say_their_rule():
+    mean, cov, Z = np.random.default_rng(0).normal(size=(3, 2)), np.stack([np.eye(2)] * 3), np.ones((4, 2))
+    for kernel, rule in ((RBF(), "closed form"), (Matern32(), expectation_rule(Matern32(), 2))):
+        found = kernel_averages(kernel, mean, cov, Z)
+        assert found.rule == rule and (found.rule == "closed form") == isinstance(kernel, RBF)
+        assert np.allclose(found.diag, expected_diag(kernel, mean, cov))
+        assert np.allclose(found.kernel, expected_kernel(kernel, mean, cov, Z))
+        assert np.allclose(found.input_kernel, expected_input_kernel(kernel, mean, cov, Z))
+        assert np.allclose(found.product, expected_product(kernel, mean, cov, Z))
+    assert "sigma" in kernel_averages(Matern32(), np.zeros((1, 9)), np.ones((1, 9)), np.ones((2, 9))).rule
+    with pytest.raises(ValueError, match="shape"):
+        kernel_averages(RBF(), mean[0], cov, Z)

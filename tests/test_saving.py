@@ -81,6 +81,9 @@ MODULES = {
     "states, best q(u)": gpt.CollapsedGPSSM(SERIES, POINTS, gpt.MarkovStates(Y)),
     "states, any power": gpt.PowerGPSSM(SERIES, POINTS, len(Y), 0.5),
     "states, tied": gpt.ApproximatePowerGPSSM(SERIES, POINTS, gpt.FactorisedStates(Y), 0.5),
+    "states in a chain, any power": gpt.PowerChainGPSSM(SERIES, POINTS, len(Y), 0.5),
+    "states by particles": gpt.ParticleGPSSM(SERIES, POINTS, len(Y), number=7),
+    "states that follow the function": gpt.ApproximatePowerCoupledGPSSM(SERIES, POINTS, gpt.PriorStates(Y[0], len(Y)), 0.5),
     "states that know the function": gpt.CoupledGPSSM(SERIES, POINTS, gpt.CoupledStates(Y)),
     "single precision": gpt.cast(gpt.GP(gpt.Matern32([0.1, 0.3]), gpt.Beta()), jnp.float32),
 }
