@@ -57,13 +57,14 @@ def problem(name: str) -> dict:
     return {"X": X[train], "y": y[train], "Xs": X[test], "ys": y[test], "Z": Z, "kind": "labels" if name == "breast cancer" else "values"}
 
 
-def regression_scores(mean, variance, ys) -> tuple[float, float]:
-    density = -0.5 * (np.log(2 * np.pi * variance) + (ys - mean) ** 2 / variance)
-    return float(np.sqrt(np.mean((ys - mean) ** 2))), float(np.mean(density))
+def regression_scores(mean, variance, ys) -> tuple[np.ndarray, np.ndarray]:
+    "Squared error and log density of each test row."
+    return (ys - mean) ** 2, -0.5 * (np.log(2 * np.pi * variance) + (ys - mean) ** 2 / variance)
 
 
-def label_scores(p, ys) -> tuple[float, float]:
-    return float(np.mean((p > 0.5) != ys)), float(np.mean(np.log(np.where(ys > 0, p, 1 - p))))
+def label_scores(p, ys) -> tuple[np.ndarray, np.ndarray]:
+    "Error (1 or 0) and log probability of each test row."
+    return (p > 0.5) != ys, np.log(np.where(ys > 0, p, 1 - p))
 
 
 def gp_thesis(method, X, y, Xs, ys, Z, kind):
@@ -175,10 +176,12 @@ def gpytorch(method, X, y, Xs, ys, Z, kind):
             (-objective(model(X[rows]), y[rows])).backward()
             optimiser.step()
         value = None
-    elif method.startswith("exact"):
+    elif method == "VFE" or method.startswith("exact"):
         class Model(gpytorch.models.ExactGP):
             forward = prior
         model = Model(X, y, likelihood)
+        if method == "VFE":
+            kernel = gpytorch.kernels.InducingPointKernel(kernel, Z, likelihood)
         model.kernel = kernel
         objective = gpytorch.mlls.ExactMarginalLogLikelihood(likelihood, model)
         optimiser = torch.optim.LBFGS([*model.parameters()], max_iter=1000, line_search_fn="strong_wolfe")
@@ -215,9 +218,26 @@ def worker(library: str, method: str, file: str) -> dict:
     if found is None:
         return {"absent": True}
     used = resource.getrusage(resource.RUSAGE_SELF)
-    objective, error, density = found
-    return {"objective": None if objective is None else float(objective), "error": error, "density": density,
+    objective, errors, densities = found
+    np.save(of_rows(file, library), (errors, densities))
+    error = np.mean(errors) if arrays["kind"] == "labels" else np.sqrt(np.mean(errors))
+    return {"objective": None if objective is None else float(objective), "error": float(error), "density": float(np.mean(densities)),
             "processor": used.ru_utime + used.ru_stime}
+
+
+def of_rows(file, library: str) -> Path:
+    "Where the scores of each test row wait until all libraries have run."
+    return Path(file).with_name(f"{library}.npy")
+
+
+def behind(file, libraries) -> dict:
+    "Our scores less a peer's, error (squared error for values) and log density: means of paired differences and their standard errors."
+    rows = {library: np.load(of_rows(file, library)) for library in libraries if of_rows(file, library).exists()}
+    if OURS not in rows:
+        return {}
+    gaps = {library: rows[OURS] - rows[library] for library in rows.keys() - {OURS, AGAIN}}
+    return {library: {score: [float(g.mean()), float(g.std(ddof=1) / np.sqrt(len(g)))] for score, g in zip(("error", "density"), gap)}
+            for library, gap in gaps.items()}
 
 
 def over_splits(runs: dict) -> str:
@@ -238,6 +258,16 @@ def over_splits(runs: dict) -> str:
                 gap = whole[OURS] - whole[best]
                 lines.append(f"{data:<20}{method:<27}{score:<9}{whole[OURS].mean():9.4f}{whole[best].mean():11.4f}  {best:<11}"
                              f"{gap.mean():9.4f} ± {gap.std(ddof=1) / np.sqrt(len(gap)):.4f}  {' to '.join(dict.fromkeys([dates[0], dates[-1]]))}")
+    return "\n".join(lines)
+
+
+def over_rows(runs: dict) -> str:
+    "Where there is one split: our scores less each peer's, with the standard error of paired differences over the test rows."
+    lines = [f"{'over test rows of':<20}{'method':<27}{'peer':<11}{'ours less peer: error':>24}{'log density':>20}"]
+    for name, method, peer, found in ((name, method, peer, found) for name, methods in runs.items() if not name.split()[-1].isdigit()
+                                      for method, rows in methods.items() for peer, found in rows.items()):
+        if gap := found.get("ours less this"):
+            lines.append(f"{name:<20}{method:<27}{peer:<11}" + "".join(f"{gap[score][0]:{w}.4f} ± {gap[score][1]:.4f}" for score, w in (("error", 15), ("density", 11))))
     return "\n".join(lines)
 
 
@@ -264,6 +294,7 @@ def main() -> int:
             np.savez(file, **problem(name))
             for method in PROBLEMS[name]:
                 for library in options.libraries:
+                    of_rows(file, library).unlink(missing_ok=True)
                     run = ("first_hour.py", "--worker", library, method, file)
                     if library == AGAIN:
                         in_process(*run)
@@ -280,9 +311,11 @@ def main() -> int:
                         continue
                     value = "-" if found["objective"] is None else f"{found['objective']:.1f}"
                     print(f"{line}{value:>11}{found['error']:9.4f}{found['density']:9.3f}{found['wall']:9.1f}{found['processor']:13.1f}", flush=True)
+                for library, gap in behind(file, options.libraries).items():
+                    runs[name][method][library]["ours less this"] = gap
         if options.write:
             write("first_hour", {"title": __doc__.splitlines()[0].split(":")[0], "steps": STEPS, "batch": BATCH, "runs": runs})
-    print(over_splits(runs))
+    print(over_splits(runs), over_rows(runs), sep="\n\n")
     return int(failed > 0)
 
 
