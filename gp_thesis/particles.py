@@ -20,12 +20,13 @@ from .ep import as_power
 from .exact import compiled
 from .gplvm import Natural
 from .gpssm import (
-    GPSSM, CoupledGPSSM, Draws, LinearEmission, PriorStates, SeriesPosterior, StateSpace,
-    average, best_q, check_draws, divergence, emission_sites, emitted_at, posteriors,
-    tied, trajectories)
+    GPSSM, CoupledGPSSM, Draws, LinearEmission, PriorStates, SeriesPosterior,
+    StateSpace, average, best_q, check_draws, divergence, emission_sites, emitted_at,
+    posteriors, tied, trajectories)
 from .likelihoods import Gaussian
 from .linalg import cholesky, inverse_lower
-from .parameters import Fixed, Suggesting, free, lower_triangular, suggesting, unwrap
+from .parameters import (
+    Fixed, Suggesting, free, lower_triangular, suggesting, unwrap)
 from .propagation import columns
 from .svgp import VariationalGaussian
 from .tied_factors import tied_cavity
@@ -51,7 +52,7 @@ def sight(model: StateSpace, Y) -> Natural:
 
 
 def propose(key, mean: Array, noise: Array, seen: Natural) -> tuple[Array, Array]:
-    "Draws from N(x | mean, Q) times what was seen, (n, D), and their log density, (n,)."
+    "Draws from N(x | mean, Q) times what was seen, (n, D), and log densities, (n,)."
     root = inverse_lower(cholesky(jnp.diag(1 / noise) + seen.precision)).T
     e = jax.random.normal(key, mean.shape, mean.dtype)
     x = (mean / noise + seen.shift) @ (root @ root.T) + e @ root.T
@@ -174,7 +175,7 @@ class ParticleGPSSM(GPSSM):
 
     @suggesting
     def draw(self, Y, key, n: int = 1) -> Array:
-        "n draws of x_{0:T} from q, (n, T + 1, D); a posterior's `draw` goes on from x_T."
+        "n draws of x_{0:T} from q, (n, T + 1, D); a posterior draws what comes after."
         check_draws(key, n)
         _, Y = self.check(jnp.arange(1, len(Y) + 1), Y)
         return compiled(drawn_states, self, Y, key, n)
@@ -219,7 +220,7 @@ def own_steps_energy(approx, times, Y, key) -> Array:
     at = lambda x: emitted_at(model.emission, g, x[times], Y, alpha)
     return jnp.sum(average(jax.vmap(at)(x), alpha)) - renyi - renyi_0 - renyi_g
 
-
+# %% ../nbs/64_particles.ipynb #e033b
 class ApproximatePowerCoupledGPSSM(CoupledGPSSM):
     """Power EP with one average factor for all measurements, of f and of x_0, where
     states follow the model's own steps, @eq-own-energy; towards power 0 it is
