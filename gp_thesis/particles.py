@@ -140,7 +140,7 @@ class FreeStates(eqx.Module, metaclass=Suggesting):
     def __check_init__(self):
         check_count(self.num_steps, "num_steps")
 
-
+# %% ../nbs/64_particles.ipynb #e018b
 class ParticleGPSSM(GPSSM):
     """q(f) q(x_{0:T}) with the best q(x_{0:T}), by particles, @eq-free-bound.
 
