@@ -17,9 +17,9 @@ __all__ = ['STATES', 'LIFT', 'LinearEmission', 'StateSpace', 'check_belief', 'co
            'step_moments', 'step_log_Z', 'factors_of', 'emission_sites', 'priors', 'totals', 'take_rounds',
            'energy_of_sites', 'all_partitions', 'shared_out', 'shares_of_u', 'PowerGPSSM', 'PairSite', 'beside',
            'onward', 'messages', 'pair_log_Z', 'take_pair_rounds', 'energy_of_pairs', 'shared_pairs', 'pair_totals',
-           'PowerChainGPSSM', 'tied', 'state_cavities', 'gpssm_energy', 'ApproximatePowerGPSSM', 'CoupledStates',
-           'PriorStates', 'with_u_drawn', 'draw_at', 'draw_each', 'trajectories', 'coupled_bound', 'CoupledGPSSM',
-           'coupled', 'links_through_f']
+           'PowerChainGPSSM', 'tied', 'whitened_start', 'start_cavity', 'state_cavities', 'gpssm_energy',
+           'ApproximatePowerGPSSM', 'CoupledStates', 'PriorStates', 'with_u_drawn', 'draw_at', 'draw_each',
+           'trajectories', 'coupled_bound', 'CoupledGPSSM', 'coupled', 'links_through_f']
 
 # %% ../nbs/62_state_space.ipynb #s004
 from functools import partial
@@ -1374,6 +1374,19 @@ def tied(sparse: SparseProcess | None, share):
     return (None, 0.0) if sparse is None else tied_cavities(sparse.q, share)
 
 
+def whitened_start(model, mean, root) -> VariationalGaussian:
+    "q(x_0) in the units in which its prior is N(0, I)."
+    unit = jnp.sqrt(model.initial_variance)
+    return VariationalGaussian((mean - model.initial_mean) / unit, root / unit[:, None])
+
+
+def start_cavity(model, mean, root, share):
+    "q(x_0) less a share of it, mean and root, and Rényi's divergence."
+    q, renyi = tied_cavity(whitened_start(model, mean, root), share)
+    unit = jnp.sqrt(model.initial_variance)
+    return model.initial_mean + unit * q.m, unit[:, None] * q.S_factor, renyi
+
+
 def state_cavities(model, states, alpha):
     "States less a share of one factor each, @eq-state-cavity, and Σ @eq-state-gain."
     T, D = states.mean[1:].shape
@@ -1382,16 +1395,13 @@ def state_cavities(model, states, alpha):
     diagonal = jnp.diagonal(states.root[1:], axis1=1, axis2=2)
     gain = jnp.sum(jnp.log(diagonal)) + 0.5 * T * D * jnp.log(2 * jnp.pi)
     gain = gain - 0.5 * D * jnp.sum(touched * jnp.log(left)) / alpha
-    unit = jnp.sqrt(model.initial_variance)  # of x_0, in which its prior is N(0, I)
-    start, renyi = tied_cavity(VariationalGaussian(
-        (states.mean[0] - model.initial_mean) / unit,
-        states.root[0] / unit[:, None]), alpha)
-    mean = states.mean.at[0].set(model.initial_mean + unit * start.m)
-    first = semidefinite_root(outer(unit[:, None] * start.S_factor)[None])
-    root = jnp.concatenate([first, states.root[1:] / jnp.sqrt(left)[:, None, None]])
+    first, R, renyi = start_cavity(model, states.mean[0], states.root[0], alpha)
+    mean = states.mean.at[0].set(first)
+    rest = states.root[1:] / jnp.sqrt(left)[:, None, None]
+    root = jnp.concatenate([semidefinite_root(outer(R)[None]), rest])
     return eqx.tree_at(lambda s: (s.mean, s.root), states, (mean, root)), gain - renyi
 
-
+# %% ../nbs/62_state_space.ipynb #s064b
 def gpssm_energy(approx, times, Y, scale, key=None) -> Array:
     "@eq-gpssm-energy."
     alpha = 1.0 if approx.power is None else approx.power.astype(scale.dtype)
@@ -1543,9 +1553,7 @@ def coupled_bound(approx, times, Y, key) -> Array:
     model, states, (f, g) = approx.model, approx.states, posteriors(approx)
     x, kl = trajectories(key, approx, f, approx.through.number)
     seen = lambda x: jnp.sum(emitted_at(model.emission, g, x[times], Y, None))
-    unit = jnp.sqrt(model.initial_variance)  # of x_0, in which its prior is N(0, I)
-    start = VariationalGaussian((states.mean - model.initial_mean) / unit,
-                                states.root / unit[:, None])
+    start = whitened_start(model, states.mean, states.root)
     return (jnp.mean(jax.vmap(seen)(x)) - kl - start.kl_from_standard_normal()
             - divergence(approx.transition) - divergence(approx.emission))
 

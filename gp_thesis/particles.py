@@ -22,14 +22,13 @@ from .gplvm import Natural
 from .gpssm import (
     GPSSM, CoupledGPSSM, Draws, LinearEmission, PriorStates, SeriesPosterior,
     StateSpace, average, best_q, check_draws, divergence, emission_sites, emitted_at,
-    posteriors, tied, trajectories)
+    posteriors, start_cavity, tied, trajectories)
 from .likelihoods import Gaussian
 from .linalg import cholesky, inverse_lower
 from .parameters import (
     Fixed, Suggesting, free, lower_triangular, suggesting, unwrap)
 from .propagation import columns
 from .svgp import VariationalGaussian
-from .tied_factors import tied_cavity
 from .variational import check_count
 
 # %% ../nbs/64_particles.ipynb #e013
@@ -209,13 +208,9 @@ def own_steps_energy(approx, times, Y, key) -> Array:
     share = jnp.asarray(alpha / states.num_steps, model.noise.dtype)
     (q, renyi), (q_g, renyi_g) = (
         tied(sparse, share) for sparse in (approx.transition, approx.emission))
-    unit = jnp.sqrt(model.initial_variance)  # of x_0, in which its prior is N(0, I)
-    start, renyi_0 = tied_cavity(VariationalGaussian(
-        (states.mean - model.initial_mean) / unit, states.root / unit[:, None]), share)
+    mean, root, renyi_0 = start_cavity(model, states.mean, states.root, share)
     f, g = posteriors(approx, q, q_g)
-    cavity = eqx.tree_at(lambda a: (a.states.mean, a.states.root), approx,
-                         (model.initial_mean + unit * start.m,
-                          unit[:, None] * start.S_factor))
+    cavity = eqx.tree_at(lambda a: (a.states.mean, a.states.root), approx, (mean, root))
     x, _ = trajectories(key, cavity, f, approx.through.number)
     at = lambda x: emitted_at(model.emission, g, x[times], Y, alpha)
     return jnp.sum(average(jax.vmap(at)(x), alpha)) - renyi - renyi_0 - renyi_g
