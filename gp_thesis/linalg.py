@@ -171,8 +171,9 @@ def quick_jit(function):
 
     @wraps(function)
     def call(*arguments):
-        # The first is a tracer within any other program, whatever the arguments are.
-        leaves = jax.tree.leaves((_nothing(), arguments))
+        if isinstance(_nothing(), jax.core.Tracer):  # within a program: a part of it
+            return function(*arguments)
+        leaves = jax.tree.leaves(arguments)
         traced = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
         return (plain if traced else quick())(*arguments)
 
@@ -392,7 +393,6 @@ def inverse_lower(
     N = L.shape[0]
     whole = N if N <= WHOLE // 2 else -(-N // (4 if N <= 4 * WHOLE else 8))
     return _by_halves(L, jnp.zeros_like(L), 0, N, whole)
-
 
 # %% ../nbs/02_linalg.ipynb #c025
 @inverse_lower.defjvp

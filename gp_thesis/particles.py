@@ -143,9 +143,9 @@ class FreeStates(eqx.Module, metaclass=Suggesting):
 class ParticleGPSSM(GPSSM):
     """q(f) q(x_{0:T}) with the best q(x_{0:T}), by particles, @eq-free-bound.
 
-    The objective needs the whole series and a key; its mean over keys is a bound, and
-    its derivatives are those of @eq-particle-slopes, which scatter more the longer the
-    series is. `posterior` needs times and Y again. O(T n M²) time for n particles, one
+    The objective needs the whole series and a key; its mean over keys is a bound. Its
+    derivatives, @eq-particle-slopes, are those of log Z for many particles, and scatter
+    more the longer the series is. `posterior` needs times and Y again. O(T n M²) time for n particles, one
     step after the other. ValueError for parts that do not fit. [@frigola2014]"""
     needs_all_rows: ClassVar[bool] = True
     need: ClassVar[str] = "num_steps"

@@ -278,3 +278,20 @@ def test_a_program_compiled_for_nan_is_not_reused_for_errors():
 def test_second_derivatives_through_inverses():
     function = lambda L: jnp.sum(jnp.sin(inverses(jnp.tril(L))[1])) + jnp.sum(inverse_lower(jnp.tril(L)) ** 2)
     check_derivatives(function, np.linalg.cholesky(spd(5, floor=1.0)))
+
+
+def test_a_function_within_a_program_is_traced_once():
+    calls = []
+
+    @jax.custom_jvp
+    def square(x):
+        calls.append("value")
+        return x * x
+
+    @square.defjvp
+    def slope(primals, tangents):
+        calls.append("slope")
+        return primals[0] ** 2, 2 * primals[0] * tangents[0]
+
+    assert jax.jit(jax.grad(linalg.quick_jit(square)))(3.0) == 6
+    assert calls == ["slope"]
