@@ -146,7 +146,8 @@ class ParticleGPSSM(GPSSM):
     The objective needs the whole series and a key; its mean over keys is a bound. Its
     derivatives, @eq-particle-slopes, are those of log Z for many particles, and scatter
     more the longer the series is. `posterior` needs times and Y again. O(T n M²) time
-    for n particles, one step after the other. ValueError for parts that do not fit. [@frigola2014]"""
+    for n particles, one step after the other. ValueError for parts that do not fit.
+    [@frigola2014]"""
     needs_all_rows: ClassVar[bool] = True
     need: ClassVar[str] = "num_steps"
     batch: ClassVar[tuple[str, str]] = ("times", "Y")
