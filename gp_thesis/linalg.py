@@ -146,36 +146,47 @@ def one_blas_thread():
 
 # %% ../nbs/02_linalg.ipynb #c010e
 QUICK = {"xla_cpu_use_fusion_emitters": False, "xla_backend_optimization_level": 1}
-_nothing = jax.jit(lambda: 0)
 
 
 @cache
-def _compiler_options(**wanted):
-    "What XLA_FLAGS leaves open of them, on CPU and where this XLA knows them."
-    said = os.environ.get("XLA_FLAGS", "")
-    options = {name: value for name, value in wanted.items() if name not in said}
-    try:
-        jax.jit(lambda: 0, compiler_options=options)()
-    except jax.errors.JaxRuntimeError:
+def _left_open(**wanted):
+    "The options of which XLA_FLAGS says nothing, on CPU."
+    if jax.default_backend() != "cpu":
         return {}
-    return options if jax.default_backend() == "cpu" else {}
+    said = os.environ.get("XLA_FLAGS", "")
+    return {name: value for name, value in wanted.items() if name not in said}
 
 
+@cache
+def _known(**options):
+    "Whether this XLA takes such options."
+    try:
+        return jax.jit(lambda: True, compiler_options=options)()
+    except jax.errors.JaxRuntimeError:
+        return False
+
+# %% ../nbs/02_linalg.ipynb #c010g
 def quick_jit(function):
     "`equinox.filter_jit`, whose programs for CPU compile sooner and run about as fast."
-    plain = eqx.filter_jit(function)
-
-    @cache
-    def quick():
-        return eqx.filter_jit(function, compiler_options=_compiler_options(**QUICK))
+    plain, quick = eqx.filter_jit(function), None
 
     @wraps(function)
     def call(*arguments):
-        if isinstance(_nothing(), jax.core.Tracer):  # within a program: a part of it
+        nonlocal quick
+        if isinstance(lax.stop_gradient(0.0), jax.core.Tracer):  # within a program
             return function(*arguments)
         leaves = jax.tree.leaves(arguments)
-        traced = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
-        return (plain if traced else quick())(*arguments)
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+            return plain(*arguments)
+        options = _left_open(**QUICK)
+        quick = quick or eqx.filter_jit(function, compiler_options=options)
+        try:
+            return quick(*arguments)
+        except jax.errors.JaxRuntimeError:  # the function's own, or of another XLA
+            if _known(**options):
+                raise
+            quick = plain
+            return plain(*arguments)
 
     return call
 

@@ -295,3 +295,27 @@ def test_a_function_within_a_program_is_traced_once():
 
     assert jax.jit(jax.grad(linalg.quick_jit(square)))(3.0) == 6
     assert calls == ["slope"]
+
+
+def test_options_that_this_xla_does_not_know_are_left_out(monkeypatch):
+    monkeypatch.setattr(linalg, "QUICK", {"xla_no_such_option": True})
+    traced = []
+    twice = linalg.quick_jit(lambda x: traced.append(x) or 2 * x)
+    assert twice(3.0) == 6 and twice(jnp.ones(2)).sum() == 4
+    tried = len(traced)
+    assert twice(jnp.ones(2)).sum() == 4 and len(traced) == tried  # nor is it asked again
+
+
+def test_an_error_of_the_function_itself_is_raised_and_it_runs_once():
+    runs = []
+
+    def fail(x):
+        runs.append(float(x))
+        raise OSError("no such file")
+
+    def function(x):
+        return jax.pure_callback(fail, jax.ShapeDtypeStruct((), x.dtype), x)
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match="no such file"):
+        jax.block_until_ready(linalg.quick_jit(function)(jnp.float32(1.0)))
+    assert runs == [1.0]
