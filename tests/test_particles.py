@@ -1,4 +1,8 @@
 """States by particles against the Kalman filter, dense grids and quadrature, with slopes and curvatures."""
+
+import csv
+from pathlib import Path
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -254,3 +258,16 @@ def test_bad_input():
         ApproximatePowerCoupledGPSSM(approx.model, approx.transition.inducing, FreeStates(4))
     with pytest.raises(ValueError, match="power"):
         own(1.5)
+
+
+def test_chapter_62_says_rightly_that_particles_lead_to_higher_ends_of_the_chain():
+    "Measurements of variance 0.8, where 62 has an end from the measurements and one from the truth."
+    results = Path(__file__).parents[1] / "nbs" / "results"
+    with open(results / "B-X1.csv") as file:
+        chains = [row for row in csv.DictReader(file) if row["measurement"] == "0.8" and row["method"].startswith("collapsed chain")]
+    with open(results / "B-T3.1.csv") as file:
+        again = {row["series"]: row for row in csv.DictReader(file) if row["measurement"] == "0.8"}
+    ends = {series: [float(row["objective"]) for row in chains if row["series"] == series] for series in again}
+    assert all(len(of_series) == 2 for of_series in ends.values())
+    higher = [row for series, row in again.items() if float(row["chain again"]) > max(ends[series]) + 1]
+    assert len(higher) >= 2 and all(float(row["noise, chain again"]) < 0.1 for row in higher)
