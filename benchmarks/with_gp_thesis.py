@@ -1,11 +1,14 @@
 """This package, used as its own `fit` uses it: the trainable part of an approximation is what is differentiated."""
 
+from contextlib import ExitStack
+
 import equinox as eqx
 import gp_thesis as gpt
 import jax
 import jax.numpy as jnp
 
 PACKAGES = ("gp-thesis", "jax", "jaxlib")
+WITHIN = ExitStack()  # what `fit` is within from its first step to its last
 
 
 def exact(problem):
@@ -45,14 +48,15 @@ def stochastic(problem, likelihood):
 def objective_and_gradient(approximation, *data, **settings):
     "The timed step of an approximation, and a reader of what it returns."
     trainable, rest = gpt.partition(approximation)
+    for context in (gpt.one_blas_thread(), gpt.kept_memory()):
+        WITHIN.enter_context(context)
 
     @gpt.linalg.quick_jit  # as `fit` compiles it
     def evaluate(trainable, *data):
         return jax.value_and_grad(lambda part: eqx.combine(part, rest).objective(*data, **settings))(trainable)
 
     def step():
-        with gpt.one_blas_thread():
-            return jax.block_until_ready(evaluate(trainable, *data))
+        return jax.block_until_ready(evaluate(trainable, *data))
 
     def read(result):
         value, gradient = result

@@ -35,7 +35,7 @@ from .kernels import (
 from .likelihoods import (
     Bernoulli, Beta, Binomial, Gamma, Gaussian, Heteroscedastic, Likelihood,
     NegativeBinomial, Ordinal, Poisson, RobustMax, Softmax, StudentT)
-from .linalg import nan_on_failure, one_blas_thread
+from .linalg import kept_memory, nan_on_failure, one_blas_thread
 from .parameters import (
     Parameter, cast, free, freeze, log_prior, log_prior_unconstrained,
     lower_triangular, partition, positive, unfreeze, unit_interval, unwrap)

@@ -27,7 +27,7 @@ from . import optimisers as why
 from .batches import as_batches, check_rows, is_positive_integer, spans, spread
 from .checkpoints import (
     Checkpoints, fingerprint, identity, last_whole, named, revived)
-from .linalg import one_blas_thread, quick_jit
+from .linalg import kept_memory, one_blas_thread, quick_jit
 from .optimisers import State, descend, failure, initial_state, lbfgs
 from .parameters import (
     Parameter, is_frozen, is_parameter, log_prior, partition, suggesting, unwrap)
@@ -527,7 +527,7 @@ def fit(
         return _climb(start, source, optimiser, steps, key, resume, checkpoint,
                       callback, every, tolerance, progress)
 
-    with one_blas_thread():
+    with one_blas_thread(), kept_memory():
         if restarts == 1:
             return climb(approx)
         return _best_of(climb, approx, source, key, restarts, steps, tolerance)

@@ -18,6 +18,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float
 
 from .data import from_table
@@ -82,7 +83,6 @@ def in_dtype_of(tree, **arrays) -> list:
         tree = cast(tree, dtype)
     check_dtypes(**arrays, **_parameters_of(tree))
     return [tree, *arrays.values()]
-
 
 # %% ../nbs/10_processes.ipynb #c018p
 def _parameters_of(tree) -> dict[str, Array]:
@@ -309,14 +309,15 @@ EXACT_COLUMNS = 8  # exact differences up to so many columns, a matrix product b
 @jax.jit
 @precise
 def squared_distance(
-    X: Float[Array, "N D"],  # Inputs, already divided by the lengthscales
+    X: Float[Array, "N D"],  # Inputs
     X2: Float[Array, "N2 D"] | None = None,  # Others; None: X, with a diagonal of zeros
+    lengthscale: Float[Array, "*D"] | float = 1.0,  # One for all columns, or for each
 ) -> Float[Array, "N N2"]:
-    """Squared Euclidean distances between rows, @eq-distance.
+    """Squared Euclidean distances in units of the lengthscale, @eq-distance.
 
     With more than `EXACT_COLUMNS` columns rounding costs up to ε |x|², |x| from the
     mean of X. Where that counts in float32, differences are taken, which is slower."""
-    Y = X if X2 is None else X2
+    X, Y = X / lengthscale, (X if X2 is None else X2) / lengthscale
     if X.shape[1] <= EXACT_COLUMNS:
         # contiguous columns; XLA would fold a bare A.T into strided reads
         columns = lambda A: jnp.eye(A.shape[1], dtype=A.dtype) @ A.T
@@ -362,15 +363,22 @@ def _for_all_of_them(size, batched, choices):
     return jnp.any(choices), False
 
 # %% ../nbs/10_processes.ipynb #c037a
-def _by_products(X, Y, dX, dY):
-    "@eq-distance-tangent, last form, for inputs about their centre."
+def _by_products(X, Y, dX, dY, w):
+    "@eq-distance-tangent, last form, for inputs about their centre; no Y: X itself."
     ones = lambda A: jnp.ones_like(A[:, :1])
-    dX, dY = 2 * dX, 2 * dY  # the factor goes on the narrow matrices
-    a, b = jnp.sum(X * dX, 1, keepdims=True), jnp.sum(Y * dY, 1, keepdims=True)
-    left = jnp.hstack([a, -dX]) @ jnp.hstack([ones(Y), Y]).T
+    square = lambda A, dA: jnp.sum(2 * A * (dA - w * A), 1, keepdims=True)
+    # The factor of two goes on the narrow matrices.
+    if Y is None:
+        dX = jnp.hstack([square(X, dX), 2 * (w * X - dX)])
+        half = dX @ jnp.hstack([ones(X), X]).T
+        return half + half.T
+    left = jnp.hstack([square(X, dX), 2 * (2 * w * X - dX)])
+    left = left @ jnp.hstack([ones(Y), Y]).T
+    if dY is None:
+        return left + square(Y, 0.0).T
     # In reverse the left factor is a matrix of its own, and what is wide stays so.
-    dY = jax.lax.optimization_barrier(jnp.hstack([b, dY]).T)
-    return left + times_tangent(jnp.hstack([ones(X), -X]), dY)
+    right = jax.lax.optimization_barrier(jnp.hstack([square(Y, dY), 2 * dY]).T)
+    return left + times_tangent(jnp.hstack([ones(X), -X]), right)
 
 
 def _by_differences(X, Y, dX, dY):
@@ -385,19 +393,30 @@ def _by_differences(X, Y, dX, dY):
     return 2 * (half(X, Y, dX) + half(Y, X, dY).T)
 
 # %% ../nbs/10_processes.ipynb #a53efa7b
-@squared_distance.defjvp
+def _tangent(X, Y, dX, dY, w):
+    "dr², where Y is None for X itself, and dX or dY for no tangent."
+    if dX is None:
+        Y, dX = X if Y is None else Y, 0.0
+    Y_, dY_ = (X, dX) if Y is None else (Y, 0.0 if dY is None else dY)
+    x, y = _centred(X, Y_)
+    products = lambda: _by_products(x, None if Y is None else y, dX, dY, w)
+    if X.dtype == jnp.float64:
+        return products()
+    differences = lambda: _by_differences(X, Y_, dX - w * X, dY_ - w * Y_)
+    return jax.lax.cond(_far(X, Y_), differences, products)
+
+
+@partial(squared_distance.defjvp, symbolic_zeros=True)
 @precise
 def _squared_distance_jvp(primals, tangents):
-    (X, Y), (dX, dY) = primals, tangents
-    if Y is None:
-        Y, dY = X, dX
-    r2, centred = squared_distance(*primals), _centred(X, Y)
-    if X.dtype == jnp.float64:
-        return r2, _by_products(*centred, dX, dY)
-    differences = lambda X, Y, *rest: _by_differences(X, Y, *rest[-2:])
-    products = lambda X, Y, *rest: _by_products(*rest)
-    arrays = X, Y, *centred, dX, dY
-    return r2, jax.lax.cond(_far(X, Y), differences, products, *arrays)
+    r2, lengthscale = squared_distance(*primals), primals[-1]
+    absent = lambda A: A is None or isinstance(A, SymbolicZero)
+    scaled = lambda A: None if absent(A) else A / lengthscale
+    (X, Y, _), (dX, dY, w) = map(scaled, primals), map(scaled, tangents)
+    w = 0.0 if w is None else w
+    if dX is None and dY is not None:  # what changes stands on the left
+        return r2, _tangent(Y, X, dY, None, w).T
+    return r2, _tangent(X, Y, dX, dY, w)
 
 # %% ../nbs/10_processes.ipynb #c042
 class Stationary(Kernel):
@@ -411,7 +430,8 @@ class Stationary(Kernel):
 
     def distance(self, X, X2=None):
         "r² in units of the lengthscale."
-        return squared_distance(self.scale(X), None if X2 is None else self.scale(X2))
+        lengthscale = check_ard(self.lengthscale, X, "lengthscale")
+        return squared_distance(X, X2, lengthscale)
 
     def covariance(self, X, X2=None):
         return self.variance * self.correlation(self.distance(X, X2))
@@ -524,11 +544,17 @@ class Periodic(RBF):
     on circles; p is `period`."""
     period: Parameter = _positive("period", axes=(0, 1))  # one, or (D,)
 
-    def scale(self, X):
-        "Points on the circles, in units of the lengthscale, (N, 2D)."
+    def place(self, X):
+        "Points on the circles, (N, 2D)."
         angle = 2 * math.pi * X / check_ard(self.period, X, "period")
+        return jnp.hstack([jnp.cos(angle), jnp.sin(angle)])
+
+    def distance(self, X, X2=None):
+        "r² between points on the circles."
         ell = check_ard(self.lengthscale, X, "lengthscale")
-        return jnp.hstack([jnp.cos(angle) / ell, jnp.sin(angle) / ell])
+        both = jnp.tile(jnp.broadcast_to(ell, X.shape[1]), 2)
+        X2 = None if X2 is None else self.place(X2)
+        return squared_distance(self.place(X), X2, both)
 
 # %% ../nbs/10_processes.ipynb #c053
 class Mean(eqx.Module, metaclass=Suggesting):

@@ -4,13 +4,15 @@
 
 # %% auto #0
 __all__ = ['QUICK', 'WHOLE', 'JITTER', 'precise', 'one_at_a_time', 'solve_lower', 'solve_upper', 'add_diagonal',
-           'one_blas_thread', 'quick_jit', 'times_tangent', 'times', 'factor_or_nan', 'phi', 'cholesky_or_nan',
-           'nan_on_failure', 'fails_with_nan', 'cholesky', 'inverse_lower', 'lower_gram', 'inverses', 'log_density',
-           'log_determinant', 'woodbury_solve', 'low_rank_log_determinant', 'cholesky_reverse_unblocked',
+           'one_blas_thread', 'kept_memory', 'quick_jit', 'times_tangent', 'times', 'factor_or_nan', 'phi',
+           'cholesky_or_nan', 'nan_on_failure', 'fails_with_nan', 'cholesky', 'inverse_lower', 'lower_gram', 'inverses',
+           'log_density', 'log_determinant', 'woodbury_solve', 'low_rank_log_determinant', 'cholesky_reverse_unblocked',
            'cholesky_reverse_blocked']
 
 # %% ../nbs/02_linalg.ipynb #c005
+import ctypes
 import os
+import platform
 import threading
 from contextlib import contextmanager
 from functools import cache, partial, wraps
@@ -107,13 +109,29 @@ def _add_diagonal_jvp(primals, tangents):
     # The transpose of this sum reads N numbers, not N².
     return add_diagonal(K, d), dK.at[i, i].add(dd)
 
+# %% ../nbs/02_linalg.ipynb #c010j
+def _of_the_process(enter, leave):
+    "A context for many threads: the first one in enters, the last one out leaves."
+    lock, within = threading.Lock(), []  # what was found, for each who is within
+
+    @contextmanager
+    def context():
+        with lock:
+            within.append(within[0] if within else enter())
+        try:
+            yield
+        finally:
+            with lock:
+                found = within.pop()
+                if not within:
+                    leave(found)
+
+    return context
+
 # %% ../nbs/02_linalg.ipynb #c010
 @cache
 def _thread_pools():
     return ThreadpoolController()
-
-
-_lock, _within = threading.Lock(), []  # what was found, once for each who is within
 
 
 def _set_threads(numbers):
@@ -123,26 +141,68 @@ def _set_threads(numbers):
         getattr(pool, "clear_controlling_thread", lambda: None)()  # threadpoolctl 3.8
 
 
+def _limit():
+    pools = _thread_pools().select(user_api="blas").lib_controllers
+    found = {pool: pool.num_threads for pool in pools}
+    _set_threads(dict.fromkeys(pools, 1))
+    return found
+
+
+def _restore(found):  # where nobody else has set another number
+    _set_threads({pool: number for pool, number in found.items()
+                  if pool.num_threads == 1})
+
+
+_limited = _of_the_process(_limit, _restore)
+
+
 @contextmanager
 def one_blas_thread():
     """A context in which BLAS and LAPACK have one thread; then as many as before.
 
     It may overlap with others in other threads: who is the last to leave restores what
     the first one found."""
-    with _lock:
-        if not _within:
-            pools = _thread_pools().select(user_api="blas").lib_controllers
-            found = {pool: pool.num_threads for pool in pools}
-            _set_threads(dict.fromkeys(pools, 1))
-        _within.append(_within[0] if _within else found)
-    try:
+    with _limited():
         yield
-    finally:
-        with _lock:
-            found = _within.pop()
-            if not _within:  # and if nobody else has set another number
-                _set_threads({pool: number for pool, number in found.items()
-                              if pool.num_threads == 1})
+
+# %% ../nbs/02_linalg.ipynb #c010i
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4  # names of glibc's mallopt
+
+
+@cache
+def _glibc():
+    "GNU's C library, unless it is another one's or its user says how it keeps memory."
+    said = os.environ.get("GLIBC_TUNABLES", "") + " ".join(os.environ)
+    tuned = "glibc.malloc" in said or "MALLOC_" in said
+    if platform.libc_ver()[0] == "glibc" and not tuned:
+        return ctypes.CDLL(None)
+
+
+def _keep():
+    if libc := _glibc():
+        libc.mallopt(_MMAP_MAX, 0)  # no pieces of their own
+        libc.mallopt(_TRIM_THRESHOLD, -1)  # and nothing is given back
+
+
+def _give_back(_):
+    if libc := _glibc():
+        # its limits once large pieces have come and gone
+        for name, value in ((_MMAP_MAX, 2**16), (_MMAP_THRESHOLD, 2**25),
+                            (_TRIM_THRESHOLD, 2**26)):
+            libc.mallopt(name, value)
+        libc.malloc_trim(0)
+
+
+_kept = _of_the_process(_keep, _give_back)
+
+
+@contextmanager
+def kept_memory():
+    """A context in which memory that is freed stays with the process; then it goes.
+
+    For many calls of a program that works on more than 32 MB. With glibc only."""
+    with _kept():
+        yield
 
 # %% ../nbs/02_linalg.ipynb #c010e
 QUICK = {"xla_cpu_use_fusion_emitters": False, "xla_backend_optimization_level": 1}

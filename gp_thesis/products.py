@@ -217,7 +217,7 @@ def _quadratic_forms_jvp(primals, tangents):
     return values, (d_mean, d_square)  # @eq-forms-derivative
 
 # %% ../nbs/06_products.ipynb #c025
-PANEL = 100  # columns of a triangle that are multiplied at once
+PANEL = 64  # columns of a triangle that are multiplied at once
 
 
 def squares(

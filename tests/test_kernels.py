@@ -1,6 +1,7 @@
 "Kernels, means and draws, against computations that do not use them."
 
 import math
+import re
 
 import equinox as eqx
 import jax
@@ -269,6 +270,35 @@ def test_slopes_far_from_the_centre_in_single_precision(scale, num_dims):
     np.testing.assert_allclose(forward, 60 * e, rtol=rtol)
     np.testing.assert_allclose(curvature, -120 * e * one, rtol=rtol, atol=1e-6)           # (r⁴ - 3 r²) exp(-r² / 2)
     np.testing.assert_allclose(in_X, np.outer(np.tile([2 * e, -2 * e], 30), one), rtol=rtol, atol=1e-6)
+
+
+@pytest.mark.parametrize("num_dims", [3, 12])
+@pytest.mark.parametrize("ard", [True, False])
+@pytest.mark.parametrize("moving, between", [(moving, between) for moving in [(0,), (1,), (2,), (0, 1), (0, 2), (1, 2), (0, 1, 2)]
+                                             for between in [True, False] if between or 1 not in moving])
+def test_derivatives_of_the_distance_in_whatever_changes(moving, between, ard, num_dims):
+    "Inputs of either side (0, 1) and lengthscales (2), which take fewer products where others stand still."
+    rng = np.random.default_rng(0)
+    X2 = rng.normal(size=(4, num_dims)) + 3 if between else None
+    arguments = rng.normal(size=(5, num_dims)) + 3, X2, np.linspace(1, 2, num_dims) if ard else 1.3
+    naive = lambda X, X2, ell: jnp.sum(((X[:, None] - (X if X2 is None else X2)) / ell) ** 2, -1)
+
+    def derivatives(distance):
+        total = lambda moved: jnp.sum(jnp.sin(distance(*(moved.get(i, fixed) for i, fixed in enumerate(arguments)))))
+        return jax.jit(lambda moved: (jax.grad(total)(moved), jax.hessian(total)(moved), jax.jacfwd(total)(moved)))
+
+    ours, expected = (derivatives(distance)({i: jnp.asarray(arguments[i]) for i in moving}) for distance in (squared_distance, naive))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9), ours, expected)
+
+
+def test_the_slope_in_lengthscales_and_inducing_points_is_one_product_with_the_data():
+    "In reverse: the value's product, the slope's, and none for inputs that are data."
+    Z, X = jnp.zeros((300, 100)), jnp.zeros((400, 100))
+    total = lambda Z, ell: jnp.sum(jnp.sin(squared_distance(Z, X, ell)))
+    text = jax.jit(jax.grad(total, (0, 1))).lower(Z, jnp.ones(100)).as_text()
+    assert len(re.findall("stablehlo.dot_general", text)) == 2
+    text = jax.jit(jax.grad(lambda ell: jnp.sum(jnp.sin(squared_distance(X, None, ell))))).lower(jnp.ones(100)).as_text()
+    assert len(re.findall("stablehlo.dot_general", text)) == 2
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])

@@ -1,5 +1,8 @@
 "Linear algebra: the safe Cholesky, inverses by blocks, the log density and its derivatives, low rank, reverse mode."
+import os
 import re
+import subprocess
+import sys
 import threading
 
 import equinox as eqx
@@ -14,7 +17,7 @@ from threadpoolctl import threadpool_info, threadpool_limits
 from gp_thesis import linalg
 from gp_thesis.linalg import (JITTER, add_diagonal, cholesky, cholesky_reverse_blocked, cholesky_reverse_unblocked,
                               fails_with_nan, inverse_lower, inverses, log_density, nan_on_failure,
-                              log_determinant, low_rank_log_determinant, one_blas_thread, solve_lower, solve_upper, times, woodbury_solve)
+                              kept_memory, log_determinant, low_rank_log_determinant, one_blas_thread, solve_lower, solve_upper, times, woodbury_solve)
 
 rng = np.random.default_rng(0)
 
@@ -150,6 +153,46 @@ def test_blas_has_one_thread_within_the_context_and_as_many_as_before_after_it()
             assert before and set(threads()) == {1}
             1 / 0
         assert threads() == before
+
+
+def test_large_pieces_of_memory_are_asked_for_once_within_the_context_and_given_back():
+    "Pages that the system hands out for each value and slope of a log density, and what the process holds of them."
+    code = """if True:
+        import resource, jax, jax.numpy as jnp
+        from gp_thesis.linalg import _glibc, kept_memory, log_density
+        pages_of = "/sys/kernel/mm/transparent_hugepage/enabled"
+        if not _glibc() or "[always]" in open(pages_of).read():
+            print("none"); raise SystemExit
+        K, slope = 2 * jnp.eye(2500), jax.jit(jax.grad(lambda K: log_density(jnp.ones(2500), 0.0, K)))
+        def pages():
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            slope(K).block_until_ready()
+            return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+        resident = lambda: int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize() / 2**20
+        pages()
+        before, size = pages(), resident()
+        with kept_memory():
+            pages()
+            with kept_memory():
+                pages()
+            within, largest = pages(), resident()
+        print(before, within, pages(), largest - size, resident() - size)"""
+    clean = {name: value for name, value in os.environ.items() if "MALLOC" not in name and name != "GLIBC_TUNABLES"}
+    out = subprocess.run([sys.executable, "-c", code], env=clean, capture_output=True, text=True, check=True).stdout
+    if out.strip() == "none":
+        pytest.skip("not GNU's C library, or pages so large that they are few")
+    before, within, after, kept, left = map(float, out.split())
+    assert before > 1000 and within < 100 and after > 1000, out
+    assert kept > 50 > left, out
+
+
+def test_memory_is_left_to_who_has_a_wish_of_their_own(monkeypatch):
+    linalg._glibc.cache_clear()
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "2")
+    assert linalg._glibc() is None
+    with kept_memory():
+        pass
+    linalg._glibc.cache_clear()
 
 
 def test_the_last_of_overlapping_threads_gives_blas_its_threads_back():
