@@ -364,7 +364,10 @@ def _for_all_of_them(size, batched, choices):
 
 # %% ../nbs/10_processes.ipynb #c037a
 def _by_products(X, Y, dX, dY, w):
-    "@eq-distance-tangent, last form, for inputs about their centre; no Y: X itself."
+    "@eq-distance-tangent, last form, for inputs about their centre."
+    if dX is None:
+        Y, dX = X if Y is None else Y, 0.0
+    w = 0.0 if w is None else w
     ones = lambda A: jnp.ones_like(A[:, :1])
     square = lambda A, dA: jnp.sum(2 * A * (dA - w * A), 1, keepdims=True)
     # The factor of two goes on the narrow matrices.
@@ -381,29 +384,37 @@ def _by_products(X, Y, dX, dY, w):
     return left + times_tangent(jnp.hstack([ones(X), -X]), right)
 
 
-def _by_differences(X, Y, dX, dY):
-    "@eq-distance-tangent, first form."
-    # No loop: in a `cond`, JAX before 0.10 cannot transpose one over tangents. And two
-    # sums, since XLA would keep an array of N x N2 x D that two reductions share.
-    @jax.checkpoint  # for the reverse pass, too
-    def half(*arrays):
-        x, y, dx = (A.T for A in arrays)
-        return jnp.sum((x[:, :, None] - y[:, None]) * dx[:, :, None], axis=0)
+def _by_differences(X, Y, dX, dY, w):
+    "@eq-distance-tangent, first form, summed up for each tangent by itself."
+    # XLA would keep an array of N x N2 x D that two reductions share. And there is no
+    # loop: in a `cond`, JAX before 0.10 cannot transpose one over tangents.
+    tall = lambda A: A.T[:, :, None]
 
-    return 2 * (half(X, Y, dX) + half(Y, X, dY).T)
+    @jax.checkpoint  # for the reverse pass, too
+    def move(X, Y, dX):
+        return jnp.sum(2 * (tall(X) - Y.T[:, None]) * tall(dX), axis=0)
+
+    @jax.checkpoint
+    def shrink(X, Y, w):
+        w = tall(jnp.broadcast_to(w, (1, X.shape[1])))
+        return jnp.sum(2 * w * (tall(X) - Y.T[:, None]) ** 2, axis=0)
+
+    dr2 = 0.0 if dX is None else move(X, X if Y is None else Y, dX)
+    if Y is None:
+        Y, dr2 = X, dr2 if dX is None else dr2 + dr2.T
+    elif dY is not None:
+        dr2 = dr2 + move(Y, X, dY).T
+    return dr2 if w is None else dr2 - shrink(X, Y, w)
 
 # %% ../nbs/10_processes.ipynb #a53efa7b
 def _tangent(X, Y, dX, dY, w):
-    "dr², where Y is None for X itself, and dX or dY for no tangent."
-    if dX is None:
-        Y, dX = X if Y is None else Y, 0.0
-    Y_, dY_ = (X, dX) if Y is None else (Y, 0.0 if dY is None else dY)
-    x, y = _centred(X, Y_)
+    "dr². No Y is X itself, and no tangent is None."
+    x, y = _centred(X, X if Y is None else Y)
     products = lambda: _by_products(x, None if Y is None else y, dX, dY, w)
     if X.dtype == jnp.float64:
         return products()
-    differences = lambda: _by_differences(X, Y_, dX - w * X, dY_ - w * Y_)
-    return jax.lax.cond(_far(X, Y_), differences, products)
+    differences = lambda: _by_differences(X, Y, dX, dY, w)
+    return jax.lax.cond(_far(X, X if Y is None else Y), differences, products)
 
 
 @partial(squared_distance.defjvp, symbolic_zeros=True)
@@ -413,7 +424,6 @@ def _squared_distance_jvp(primals, tangents):
     absent = lambda A: A is None or isinstance(A, SymbolicZero)
     scaled = lambda A: None if absent(A) else A / lengthscale
     (X, Y, _), (dX, dY, w) = map(scaled, primals), map(scaled, tangents)
-    w = 0.0 if w is None else w
     if dX is None and dY is not None:  # what changes stands on the left
         return r2, _tangent(Y, X, dY, None, w).T
     return r2, _tangent(X, Y, dX, dY, w)
