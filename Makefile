@@ -46,7 +46,7 @@ $(ENVIRONMENT):
 
 $(PEERS): benchmarks/requirements-peers.txt
 	test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
-	.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check --requirement $< --editable .
+	.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check --requirement $< --editable ".[data]"
 	touch $@
 
 $(BRIAN): benchmarks/requirements-brian.txt
