@@ -383,7 +383,7 @@ def _by_products(X, Y, dX, dY, w):
     right = jax.lax.optimization_barrier(jnp.hstack([square(Y, dY), 2 * dY]).T)
     return left + times_tangent(jnp.hstack([ones(X), -X]), right)
 
-
+# %% ../nbs/10_processes.ipynb #c037d
 def _by_differences(X, Y, dX, dY, w):
     "@eq-distance-tangent, first form, summed up for each tangent by itself."
     # XLA would keep an array of N x N2 x D that two reductions share. And there is no
