@@ -67,8 +67,16 @@ def solve(
     corrected: bool = True,  # Whether to spend two more products, @eq-refinement-step
 ) -> Array:  # (M, N)
     "A = L⁻¹ Kuf by products with the inverse."
-    A = factor.inverse @ Kuf
-    return A + factor.inverse @ (Kuf - factor.L @ A) if corrected else A
+    A = _lower_times(factor.inverse, Kuf)
+    if not corrected:
+        return A
+    return A + _lower_times(factor.inverse, Kuf - _lower_times(factor.L, A))
+
+
+def _lower_times(L, B):
+    "L B of a lower triangle, without a quarter of it that is zero."
+    half = len(L) // 2
+    return jnp.concatenate([L[:half, :half] @ B[:half], L[half:] @ B])
 
 
 @solve.defjvp
@@ -116,10 +124,7 @@ def _still_gram(factor, Kuf, R, corrected):
 @precise
 def _still_gram_jvp(corrected, primals, tangents):
     (factor, Kuf, R), (_, dK, dR) = primals, tangents
-    if corrected:  # in reverse (L⁻ᵀ G) A
-        X = factor.inverse @ (dK @ solve(factor, Kuf).T)
-    else:  # in reverse (L⁻ᵀ G L⁻¹) Kuf, which spares a checkpoint another A
-        X = factor.inverse @ (dK @ Kuf.T) @ factor.inverse.T
+    X = factor.inverse @ (dK @ solve(factor, Kuf, corrected).T)  # in reverse (L⁻ᵀ C̄) A
     slopes = X + X.T, factor.inverse @ (dK @ R + Kuf @ dR)
     return _still_gram(*primals, corrected), slopes
 

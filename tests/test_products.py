@@ -147,6 +147,21 @@ def test_moved_sums_are_the_plain_ones_in_one_chunk_and_in_several(chunk, correc
     same_to_second_order(lambda *args: sums(*args, corrected), plain_sums, L, normal(5, M), columns)
 
 
+@pytest.mark.parametrize("corrected", [False, True])
+def test_the_slope_of_a_sum_keeps_its_digits_where_the_triangle_is_nearly_singular(corrected):
+    "All covariances grow by eˢ: so does the trace of A Aᵀ. A matrix L⁻ᵀ C̄ L⁻¹ before K_uf would leave five digits."
+    x = np.linspace(0, 5, 40)[:, None]
+    K = lambda a, b: np.exp(-0.5 * ((a - b.T) / 0.7) ** 2)
+    triangle, right = np.linalg.cholesky(K(x, x) + 1e-13 * np.eye(40)), K(x, np.linspace(0, 5, 90)[:, None])
+
+    def trace(s):
+        still = lax.stop_gradient(with_inverse(jnp.asarray(triangle)))
+        return jnp.trace(still_gram(still, jnp.exp(s / 2) * right, jnp.zeros(90), corrected)[0])
+
+    value, slope = jax.value_and_grad(trace)(0.0)
+    assert abs(slope / value - 1) < 1e-10
+
+
 @pytest.mark.parametrize("rows", [4, 7])
 def test_chunks_of_rows_change_neither_value_nor_derivatives(rows, monkeypatch):
     def plain(theta, X, y):  # a tree of results, one of which counts rows
