@@ -205,7 +205,7 @@ def steps() -> tuple[dict, dict]:
     theirs = jax.jit(jax.value_and_grad(lambda p: stated_energy(p, X, y, N)))
 
     model, inducing = gpt.GP(gpt.RBF(LENGTHSCALE, VARIANCE), gpt.Bernoulli()), gpt.InducingPoints(Z)
-    L = inducing_factor(unwrap(inducing), unwrap(model.kernel))
+    L = inducing_factor(unwrap(inducing), unwrap(model.kernel)).L
     S = np.linalg.inv(np.eye(M) + N * L.T @ (R @ R.T) @ L)
     q = gpt.svgp.VariationalGaussian(gpt.free(S @ (N * L.T @ T1)), gpt.lower_triangular(np.linalg.cholesky(S)))
     ways = {"as stated": lambda: jax.block_until_ready(theirs(numbers))}

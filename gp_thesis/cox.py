@@ -30,7 +30,7 @@ from .likelihoods import Likelihood, Poisson
 from .linalg import precise
 from .mcmc import SGPMC, Mixture, at_values, given_values, log_standard_normal
 from .parameters import suggesting, unwrap
-from .products import over_rows
+from .products import chunk_rows, over_rows
 from .svgp import SVGP, latent_marginals, whitened
 
 # %% ../nbs/41_cox.ipynb #a010
@@ -258,7 +258,7 @@ def integral_by_rule(model, part, moments):
     rule = window_rule(likelihood.window, likelihood.nodes)
     rule = tuple(jnp.asarray(a, part.q.m.dtype) for a in rule)
     weigh = lambda X, weights: jnp.sum(weights * expected(*moments(X)))
-    return over_rows(weigh, len(part.q.m), rule)
+    return over_rows(weigh, chunk_rows(len(part.q.m)), rule)
 
 
 def expected_count(model, part, moments):
@@ -275,7 +275,7 @@ def expected_log_density(model, part, moments, events, scale):
     "E[log p(events | f)], @eq-expected-points; each event stands for `scale`."
     expected_log = LINKS[model.likelihood.link].expected_log
     at_events = lambda X: jnp.sum(expected_log(*moments(X)))
-    logs = over_rows(at_events, len(part.q.m), (events,))
+    logs = over_rows(at_events, chunk_rows(len(part.q.m)), (events,))
     return scale * logs - expected_count(model, part, moments)
 
 # %% ../nbs/41_cox.ipynb #c016

@@ -36,7 +36,7 @@ from .likelihoods import Bernoulli, Likelihood, tilted_moments, tilted_slopes
 from .linalg import (
     add_diagonal, cholesky, factor_or_nan, inverse_lower, log_determinant, precise)
 from .parameters import Fixed, suggesting
-from .products import at_optimum, log_normaliser, solution, with_inverse
+from .products import at_optimum, log_normaliser, solution
 from .variational import PointPosterior, check_count, or_fail
 
 # %% ../nbs/31_expectation_propagation.ipynb #c009
@@ -62,9 +62,9 @@ def full_prior(model: GP, X: Array) -> DataPrior:
 
 def fitc_prior(model: GP, inducing: InducingVariables, X: Array) -> DataPrior:
     "What inducing variables know of f(X), X (N, D), and ε for the rest."
-    L = inducing_factor(inducing, model.kernel)
-    A, D = projection(inducing, model.kernel, with_inverse(L), X)
-    return _each_latent(model, X, DataPrior(L, A, D, None))
+    factor = inducing_factor(inducing, model.kernel)
+    A, D = projection(inducing, model.kernel, factor, X)
+    return _each_latent(model, X, DataPrior(factor.L, A, D, None))
 
 
 def _each_latent(model, X, prior):

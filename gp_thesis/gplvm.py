@@ -44,7 +44,7 @@ from .linalg import (
 from gp_thesis.parameters import (
     Fixed, Parameter, Suggesting, as_float, free, freeze, lower_triangular, positive,
     unwrap)
-from .products import over_rows, with_inverse
+from .products import Factor, over_rows, rows_at_once
 from .sparse import Statistics, evidence, posterior_of
 from .svgp import (
     SVGP, SeparatePosterior, VariationalGaussian, Whitened, each_latent, joined,
@@ -272,8 +272,8 @@ def uncertain_marginals(
 LIFT = {"float64": 1e-8, "float32": 1e-4}  # of the variances of u, @eq-gplvm-lift
 
 
-def lifted_factor(inducing, kernel) -> Array:
-    "L with L Lᵀ = K_uu, for u seen with a little noise."
+def lifted_factor(inducing, kernel) -> Factor:
+    "K_uu, its factor and L⁻¹, for u seen with a little noise."
     dtype = jax.eval_shape(inducing.covariance, kernel).dtype
     return inducing_factor(inducing, kernel, LIFT[dtype.name])
 
@@ -282,7 +282,7 @@ def lifted_parts(approx) -> list[Whitened]:
     "What each function is made of, or the one set that all share."
     pairs = each_latent(approx.inducing, approx.model.kernel)
     each_q = approx.q.split() if len(pairs) > 1 else [approx.q]
-    return [Whitened(*pair, with_inverse(lifted_factor(*pair)), q)
+    return [Whitened(*pair, lifted_factor(*pair), q)
             for pair, q in zip(pairs, each_q)]
 
 # %% ../nbs/61_latent_variables.ipynb #v021
@@ -307,7 +307,7 @@ def over_inputs(at, terms, x: Latents, Y, size: int, noise=None, average=None):
         return jnp.sum(jnp.where(seen, values, 0))
 
     draws = () if noise is None else (noise,)
-    return over_rows(of_rows, size, (x.mean, x.root, y, seen, *draws))
+    return over_rows(of_rows, rows_at_once(size), (x.mean, x.root, y, seen, *draws))
 
 # %% ../nbs/61_latent_variables.ipynb #v022
 def check_latents(approx):
@@ -419,12 +419,12 @@ def averaged(approx, parts, terms, x, Y, key, average):
     return over_inputs(at, terms, x, Y, len(m) * approx.samples, noise, average)
 
 # %% ../nbs/61_latent_variables.ipynb #v040
-def latent_statistics(approx, L, rows, Y) -> Statistics:
+def latent_statistics(approx, factor, rows, Y) -> Statistics:
     "@eq-gplvm-statistics of all rows, with an axis for the outputs in front."
     kernel, Z, x = approx.model.kernel, approx.inducing.Z, approx.latents.at(rows)
     y = (Y.T - approx.model.mean.evaluate(x.mean).T).T.reshape(len(Y), -1)
     noise = jnp.broadcast_to(approx.model.likelihood.variance, y.shape[1])
-    seen, inverse = ~jnp.isnan(y), inverse_lower(L)
+    seen, inverse = ~jnp.isnan(y), factor.inverse
     y = jnp.where(seen, y, 0)
 
     def of_rows(mean, root, y, seen):
@@ -434,7 +434,8 @@ def latent_statistics(approx, L, rows, Y) -> Statistics:
         Psi2 = expected_product(kernel, mean, cov, Z)
         return psi0 @ w, psi1.T @ y, jnp.einsum("np,nij->pij", w, Psi2)
 
-    variance, b, C = over_rows(of_rows, len(L) ** 2, (x.mean, x.root, y, seen))
+    variance, b, C = over_rows(
+        of_rows, rows_at_once(len(Z) ** 2), (x.mean, x.root, y, seen))
     C, b = inverse @ C @ inverse.T, (inverse @ b).T
     left = variance - jnp.trace(C, axis1=1, axis2=2) + jnp.sum(y**2, axis=0)
     energy = jnp.sum(seen, axis=0) * jnp.log(2 * jnp.pi * noise) + left / noise
@@ -470,8 +471,8 @@ class CollapsedGPLVM(Approximation):
         check_latents(self), check_closed(self)
 
     def bound(self, rows, Y):
-        L = lifted_factor(self.inducing, self.model.kernel)
-        each = jax.vmap(evidence)(latent_statistics(self, L, rows, Y))
+        factor = lifted_factor(self.inducing, self.model.kernel)
+        each = jax.vmap(evidence)(latent_statistics(self, factor, rows, Y))
         return jnp.sum(each) - jnp.sum(self.latents.divergence())
 
     def q_f(self, rows, Y):
@@ -503,14 +504,14 @@ def check_every_row(approx, rows, Y):
 def collapsed_posterior(approx, rows, Y) -> InducingPosterior:
     "q(f) for the best q(u), @eq-gplvm-best-q."
     def of_output(statistics):
-        post = posterior_of(approx, L, statistics)
+        post = posterior_of(approx, factor.L, statistics)
         return post.m, post.S_factor
 
-    L = lifted_factor(approx.inducing, approx.model.kernel)
-    m, S_factor = jax.vmap(of_output)(latent_statistics(approx, L, rows, Y))
+    factor = lifted_factor(approx.inducing, approx.model.kernel)
+    m, S_factor = jax.vmap(of_output)(latent_statistics(approx, factor, rows, Y))
     if Y.ndim == 1:
         m, S_factor = m[0], S_factor[0]
-    return InducingPosterior(approx.model, approx.inducing, L, m.T, S_factor)
+    return InducingPosterior(approx.model, approx.inducing, factor.L, m.T, S_factor)
 
 # %% ../nbs/61_latent_variables.ipynb #v043
 def with_best_q(
@@ -691,11 +692,10 @@ def prior_mean(model, X, shape):
 
 def number_log_Z(approx, Y):
     "A function: log Z of number (n, p) from the moments of v_p and x_n in cavities."
-    model, Z, L = approx.model, approx.inducing.Z, lifted_factor(
-        approx.inducing, approx.model.kernel)
+    model, Z = approx.model, approx.inducing.Z
+    inverse = lifted_factor(approx.inducing, model.kernel).inverse
     centre, unit = input_prior(approx, len(Y))
-    inverse, noise = inverse_lower(L), jnp.broadcast_to(model.likelihood.variance,
-                                                        Y.shape[1])
+    noise = jnp.broadcast_to(model.likelihood.variance, Y.shape[1])
     above = jnp.where(jnp.isnan(Y), 0, Y - prior_mean(model, centre, Y.shape))
 
     def log_Z(moments, n, p):
@@ -864,8 +864,8 @@ def latents_of_sites(approx, Y, sites) -> Latents:
 def posterior_of_sites(approx, Y, sites) -> InducingPosterior:
     "q(f) = ∫ p(f | u) q(u) du."
     m, S = moments_of(prior_and_sites(sites)[1].u)
-    R, L = jax.vmap(partial(cholesky, name="cov[v]"))(S), lifted_factor(
-        approx.inducing, approx.model.kernel)
+    R = jax.vmap(partial(cholesky, name="cov[v]"))(S)
+    L = lifted_factor(approx.inducing, approx.model.kernel).L
     m, R = (m[0], R[0]) if Y.ndim == 1 else (m.T, R)
     return InducingPosterior(approx.model, approx.inducing, L, m, R)
 

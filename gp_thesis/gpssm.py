@@ -45,7 +45,7 @@ from .linalg import cholesky, inverse_lower
 from .parameters import (
     Fixed, Parameter, Suggesting, as_float, free, freeze, is_parameter,
     lower_triangular, positive, suggesting, unwrap)
-from .products import log_normaliser, with_inverse
+from .products import log_normaliser
 from gp_thesis.propagation import (
     Weights, affine_parts, columns, is_affine, kernel_moments, linear, match, unscented,
     with_affine_mean)
@@ -797,7 +797,7 @@ def process_posterior(model: GP, inducing, q: VariationalGaussian) -> Posterior:
     each = q.split() if len(groups) > 1 else [q]
 
     def whitened(inducing, kernel, q):
-        factor = with_inverse(inducing_factor(inducing, kernel, LIFT[q.m.dtype.name]))
+        factor = inducing_factor(inducing, kernel, LIFT[q.m.dtype.name])
         return Whitened(inducing, kernel, factor, q)
 
     return joined(model, [whitened(*group, q) for group, q in zip(groups, each)])
@@ -969,7 +969,7 @@ def step_statistics(approx, times) -> list[StepStatistics]:
 # %% ../nbs/62_state_space.ipynb #s044
 def of_one_kernel(inducing, kernel, inputs, root, mean, onward):
     "Φ, b for all columns of r = mean + onward ε + ..., and Σ E var[f | u]."
-    factor = with_inverse(inducing_factor(inducing, kernel, LIFT[mean.dtype.name]))
+    factor = inducing_factor(inducing, kernel, LIFT[mean.dtype.name])
     average = kernel_averages(kernel, inputs, outer(root), inducing.Z)
     varied = average.input_kernel - average.kernel[:, :, None] * inputs[:, None]
     D = root.shape[2]  # varied is cov(k, input), (B, M, ·)
@@ -1080,10 +1080,10 @@ def step_log_Z(approx, factors, moments, c) -> Array:
 
 
 def factors_of(approx):
-    "L and its inverse for each kernel."
+    "K_uu, its factor and L⁻¹ for each kernel."
     groups = each_latent(approx.inducing, approx.model.transition.kernel)
     lift = LIFT[approx.controls.dtype.name]
-    return [with_inverse(inducing_factor(*group, lift)) for group in groups]
+    return [inducing_factor(*group, lift) for group in groups]
 
 # %% ../nbs/62_state_space.ipynb #s054
 def emission_sites(model, Y) -> tuple[Natural, Array]:

@@ -29,7 +29,7 @@ from gp_thesis.kernels import (
 from .linalg import add_diagonal, cholesky, precise
 from .parameters import (
     Parameter, Suggesting, as_float, free, is_parameter, positive, unwrap)
-from .products import Factor, Projection, solve, unexplained
+from .products import Factor, Projection, solve, unexplained, with_inverse
 from .variational import ConditionalPosterior
 
 # %% ../nbs/22_inducing.ipynb #c007
@@ -92,8 +92,8 @@ def inducing_factor(
     inducing: InducingVariables,  # Unwrapped
     kernel: Kernel,  # Unwrapped
     lift: float = 0.0,  # How much more of each variance is added
-) -> Array:  # (M, M)
-    "L with L Lᵀ = K_uu, each variance lifted by what rounding does to so many."
+) -> Factor:  # K_uu (M, M), L and L⁻¹
+    "With L Lᵀ = K_uu, each variance lifted by what rounding does to so many."
     K = inducing.covariance(kernel)
     rounding = jnp.finfo(K.dtype)
     # L is the same in any units, so the units need no derivative.
@@ -102,14 +102,14 @@ def inducing_factor(
     units = jnp.sqrt(jnp.where(known, variances, 1.0))
     correlations = K / units[:, None] / units
     L = cholesky(correlations, "K_uu", len(K) * rounding.eps + lift)
-    return units[:, None] * L  # @eq-equilibrated
+    return with_inverse(K, units[:, None] * L)  # @eq-equilibrated
 
 
 @precise
 def projection(
     inducing: InducingVariables,  # Unwrapped
     kernel: Kernel,  # Unwrapped
-    factor: Factor,  # L of K_uu, `with_inverse`
+    factor: Factor,  # Of K_uu
     X: Array,  # (N, D)
     corrected: bool = True,  # As for `gp_thesis.products.solve`
 ) -> Projection:

@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['QUICK', 'WHOLE', 'JITTER', 'precise', 'one_at_a_time', 'solve_lower', 'solve_upper', 'add_diagonal',
            'one_blas_thread', 'kept_memory', 'quick_jit', 'times_tangent', 'times', 'factor_or_nan', 'phi',
-           'cholesky_or_nan', 'nan_on_failure', 'fails_with_nan', 'cholesky', 'inverse_lower', 'lower_gram', 'inverses',
-           'log_density', 'log_determinant', 'woodbury_solve', 'low_rank_log_determinant', 'cholesky_reverse_unblocked',
-           'cholesky_reverse_blocked']
+           'relative_tangent', 'cholesky_or_nan', 'nan_on_failure', 'fails_with_nan', 'cholesky', 'inverse_lower',
+           'lower_gram', 'inverses', 'log_density', 'log_determinant', 'woodbury_solve', 'low_rank_log_determinant',
+           'cholesky_reverse_unblocked', 'cholesky_reverse_blocked']
 
 # %% ../nbs/02_linalg.ipynb #c005
 import ctypes
@@ -353,6 +353,15 @@ def phi(A: Array) -> Array:
     return jnp.tril(A) - 0.5 * jnp.diag(jnp.diag(A))
 
 
+@precise
+def relative_tangent(
+    L_inv: Array,  # (N, N), the inverse of the factor of K
+    dK: Array,  # (N, N)
+) -> Array:  # (N, N), lower triangular
+    "L⁻¹ dL, @eq-cholesky-forward."
+    return phi(times_tangent(L_inv, dK) @ L_inv.T)
+
+
 @jax.custom_jvp
 def cholesky_or_nan(
     K: Array,  # (N, N), symmetric; one triangle is read
@@ -371,9 +380,7 @@ def _cholesky_jvp(primals, tangents):
 @precise
 def _slope(L, primals, tangents):
     _, dK = jax.jvp(add_diagonal, primals, tangents)
-    L_inv = inverse_lower(L)
-    inner = phi(times_tangent(L_inv, dK) @ L_inv.T)
-    return times_tangent(L, inner)  # @eq-cholesky-forward
+    return times_tangent(L, relative_tangent(inverse_lower(L), dK))
 
 # %% ../nbs/02_linalg.ipynb #c016b
 _on_failure = jax.make_user_context("raise")  # a part of the key of JAX's caches

@@ -43,7 +43,7 @@ from gp_thesis.linalg import (
 from .parameters import (
     Parameter, free, freeze, is_frozen, is_parameter, log_prior_unconstrained,
     partition, suggesting, unfreeze, unwrap)
-from .products import over_rows, with_inverse
+from .products import chunk_rows, over_rows
 from gp_thesis.svgp import (
     SVGP, VariationalGaussian, Whitened, as_inducing, check_svgp, each_latent, joined,
     whitened)
@@ -57,7 +57,7 @@ def at_values(approx, inducing) -> list[Whitened]:
     still = jnp.zeros(2 * (len(approx.v),), approx.v.dtype)
 
     def part(inducing, kernel, v):
-        factor = with_inverse(inducing_factor(inducing, kernel))
+        factor = inducing_factor(inducing, kernel)
         return Whitened(inducing, kernel, factor, VariationalGaussian(v, still))
 
     return [part(*pair, v) for pair, v in zip(pairs, columns)]
@@ -242,7 +242,7 @@ class SGPMC(Sampled):
             f = given_values(self.model, parts, X)
             return jnp.sum(likelihood.variational_expectations(*f, y))
 
-        log_phi = over_rows(log_potentials, len(self.v), (X, y))
+        log_phi = over_rows(log_potentials, chunk_rows(len(self.v)), (X, y))
         return scale * log_phi + log_standard_normal(self.v)
 
     def q_f(self):

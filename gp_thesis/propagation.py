@@ -29,7 +29,7 @@ from .kernels import (
     ConstantMean, IdentityMean, Independent, Kernel, LinearMean, Mean, Zero, in_dtype)
 from .linalg import inverse_lower
 from .parameters import suggesting, unwrap
-from .products import CHUNK
+from .products import rows_at_once
 from .svgp import OneMean, SeparatePosterior
 from .variational import PointPosterior, check_count
 
@@ -170,7 +170,7 @@ def kernel_moments(
     cov: Array,  # (S, D, D), or (S, D) for independent columns
 ) -> Moments:
     "@eq-propagated for functions whose prior mean is zero; O(S M²) time for each pair."
-    most = max(1, CHUNK // max(len(group.Z) for group in groups) ** 2)
+    most = rows_at_once(max(len(group.Z) for group in groups) ** 2)
     return in_parts(lambda *rows: _some_moments(groups, *rows), most, mean, cov)
 
 # %% ../nbs/60_propagation.ipynb #p016

@@ -25,8 +25,8 @@ from .inducing import (
 from .linalg import cholesky, inverse_lower, log_determinant, precise
 from .parameters import Fixed, suggesting
 from gp_thesis.products import (
-    gram, in_one_chunk, log_normaliser, move_factor, over_rows, solve, still_gram,
-    with_inverse)
+    chunk_rows, gram, in_one_chunk, log_normaliser, move_factor, over_rows, solve,
+    still_gram)
 
 # %% ../nbs/23_sparse_regression.ipynb #c020
 class Statistics(eqx.Module):
@@ -97,7 +97,7 @@ def power_zero_sums(approx, factor, X, R):
         variance = jnp.sum(kernel.evaluate_diag(X))
         return Sums(C, b, jnp.sum(R**2), variance, jnp.asarray(len(X), R.dtype))
 
-    sums = over_rows(of_rows, M, (X, R))
+    sums = over_rows(of_rows, chunk_rows(M), (X, R))
     C, b = move_factor(factor, sums.gram, sums.projected)
     return sums._replace(gram=C, projected=b)
 
@@ -111,10 +111,11 @@ def power_zero_statistics(approx, sums):
     return Statistics(sums.gram / noise, sums.projected / noise, energy)
 
 # %% ../nbs/23_sparse_regression.ipynb #c030
-def statistics_of(approx, L, X, y):
+def statistics_of(approx, factor, X, y):
     "@eq-pep-statistics of all rows, for arrays."
-    R, factor = (y.T - approx.model.mean.evaluate(X).T).T, with_inverse(L)
-    power, M = approx.power, len(L)
+    R = (y.T - approx.model.mean.evaluate(X).T).T
+    power, M = approx.power, len(factor.L)
+    most = chunk_rows(M)
     if power is None:
         return power_zero_statistics(approx, power_zero_sums(approx, factor, X, R))
     if approx.blocks is not None:
@@ -123,8 +124,8 @@ def statistics_of(approx, L, X, y):
     of_rows = lambda *rows: row_statistics(approx, factor, *rows, corrected)
     power = power.astype(R.dtype)
     if power.ndim:
-        return over_rows(of_rows, M, (X, R, power))
-    return over_rows(lambda X, R: of_rows(X, R, power), M, (X, R))
+        return over_rows(of_rows, most, (X, R, power))
+    return over_rows(lambda X, R: of_rows(X, R, power), most, (X, R))
 
 
 def _sum_over_blocks(approx, factor, X, R):
@@ -163,11 +164,11 @@ class EvidenceInterval(NamedTuple):
                 f"so KL[Q‖P̂] ≤ {self.kl_bound:.3g}")
 
 # %% ../nbs/23_sparse_regression.ipynb #c035
-def both_bounds(approx, L, X, y):
+def both_bounds(approx, factor, X, y):
     "@eq-vfe and @eq-upper-bound."
     model, noise = approx.model, approx.model.likelihood.variance
     R = (y.T - model.mean.evaluate(X).T).T
-    sums = power_zero_sums(approx, with_inverse(L), X, R)
+    sums = power_zero_sums(approx, factor, X, R)
     outputs, trace = sums.projected[0].size, sums.variance - jnp.trace(sums.gram)
     B = cholesky(sums.gram / noise, "I + A Aᵀ / σ²", 1.0)
     log_det = sums.rows * jnp.log(2 * jnp.pi * noise) + log_determinant(B)
@@ -230,8 +231,8 @@ class SparseRegression(Approximation):
         return evidence(statistics_of(self, _factor(self), X, y))
 
     def q_f(self, X, y):
-        L = _factor(self)
-        return posterior_of(self, L, statistics_of(self, L, X, y))
+        factor = _factor(self)
+        return posterior_of(self, factor.L, statistics_of(self, factor, X, y))
 
     def statistics(self, X, y) -> Statistics:
         "What is needed of some rows of the data. With `blocks`: of all rows."
@@ -244,7 +245,7 @@ class SparseRegression(Approximation):
 
     def posterior_from(self, statistics: Statistics) -> InducingPosterior:
         "The posterior from the statistics of all data."
-        return compiled(posterior_of, self, compiled(_factor, self), statistics)
+        return compiled(posterior_of, self, compiled(_factor, self).L, statistics)
 
     def evidence_interval(self, X, y) -> EvidenceInterval:
         "Bounds of log p(y) from these inducing variables, whatever the power."

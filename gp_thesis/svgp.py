@@ -28,7 +28,7 @@ from .linalg import factor_or_nan, inverse_lower, precise
 from gp_thesis.parameters import (
     CORNER, Parameter, fill_triangle, free, lower_triangular, suggesting,
     unwrap)
-from .products import Factor, over_rows, training_marginals, with_inverse
+from .products import Factor, chunk_rows, over_rows, training_marginals
 from .variational import check_count, zeros_for
 
 # %% ../nbs/30_classification.ipynb #c007
@@ -79,7 +79,7 @@ class SVGP(Approximation):
             return jnp.sum(likelihood.variational_expectations(*f, y))
 
         kl = sum(part.q.kl_from_standard_normal() for part in parts)
-        return scale * over_rows(expected, len(self.q.m), (X, y)) - kl
+        return scale * over_rows(expected, chunk_rows(len(self.q.m)), (X, y)) - kl
 
     def q_f(self):
         return joined(self.model, whitened(self))
@@ -117,7 +117,7 @@ def whitened(approx) -> list[Whitened]:
 
 
 def _whiten(whiten, inducing, kernel, q):
-    factor = with_inverse(inducing_factor(inducing, kernel))
+    factor = inducing_factor(inducing, kernel)
     if not whiten:
         q = VariationalGaussian(factor.inverse @ q.m, factor.inverse @ q.S_factor)
     return Whitened(inducing, kernel, factor, q)
@@ -214,7 +214,8 @@ def _prior_q(approx, num_latents):
     factors = np.eye(M, dtype=m.dtype)
     if not approx.whiten:
         pairs = each_latent(*unwrap((inducing, model.kernel)))
-        factors = jnp.stack([eqx.filter_jit(inducing_factor)(*pair) for pair in pairs])
+        root = eqx.filter_jit(lambda *pair: inducing_factor(*pair).L)
+        factors = jnp.stack([root(*pair) for pair in pairs])
         factors = factors[0] if len(pairs) == 1 else factors
     shape = (M, M) if m.ndim == 1 else (num_latents, M, M)
     S_factor = (np if approx.whiten else jnp).broadcast_to(factors, shape)

@@ -15,7 +15,7 @@ from .ep import as_power
 from .exact import GP
 from .linalg import factor_or_nan, inverse_lower, precise
 from .parameters import Fixed
-from .products import over_rows
+from .products import chunk_rows, over_rows
 from .svgp import SVGP, VariationalGaussian, latent_marginals, whitened
 
 # %% ../nbs/51_tied_factors.ipynb #t010
@@ -92,5 +92,5 @@ class ApproximatePowerEP(SVGP):
             f = latent_marginals(self.model, rest, X)
             return jnp.sum(self.model.likelihood.log_tilted(*f, y, alpha))
 
-        total = over_rows(tilted, len(self.q.m), (X, y)) / alpha
+        total = over_rows(tilted, chunk_rows(len(self.q.m)), (X, y)) / alpha
         return scale * total - sum(divergence for _, divergence in each)

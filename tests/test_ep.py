@@ -446,7 +446,7 @@ def test_mean_field_bound_is_what_its_factors_give():
 def both_bounds(gp, Z, m, S_factor, X, y):
     "The weak bound, the other, the sum of the variances, and the weak bound from each pair of rows."
     inducing = InducingPoints(Z)
-    q = unwrap(InducingPosterior(gp, inducing, inducing_factor(unwrap(inducing), unwrap(gp.kernel)), m, S_factor))
+    q = unwrap(InducingPosterior(gp, inducing, inducing_factor(unwrap(inducing), unwrap(gp.kernel)).L, m, S_factor))
     pairs = [weak_bound(q, X[i:i + 2], y[i:i + 2], num_data=len(X)) for i in range(0, len(X), 2)]
     return weak_bound(q, X, y), uncollapsed_bound(q, X, y), q.latent_marginals(X)[1].sum(), jnp.stack(pairs)
 

@@ -7,8 +7,8 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 
 from gp_thesis import products
-from gp_thesis.products import (at_optimum, gram, in_one_chunk, log_normaliser, move_factor, over_rows, project,
-                                quadratic_forms, solution, solve, squares, still_gram, training_marginals, unexplained,
+from gp_thesis.products import (at_optimum, chunk_rows, gram, in_one_chunk, log_normaliser, move_factor, over_rows, project,
+                                quadratic_forms, rows_at_once, solution, solve, squares, still_gram, training_marginals, unexplained,
                                 with_inverse)
 
 rng = np.random.default_rng(0)
@@ -56,7 +56,8 @@ def substitution(L, Kuf):
 
 
 def factor(L):
-    return with_inverse(jnp.tril(L))
+    L = jnp.tril(L)
+    return with_inverse(L @ L.T, L)
 
 
 def plain_project(L, Kuf):
@@ -83,7 +84,7 @@ def plain_marginals(L, Kuf, variances, m, R):
 
 CASES = {
     "project": (lambda L, K: tuple(project(jnp.tril(L), K, jnp.full(N, 9.0))), plain_project, L, Kuf),
-    "with_inverse": (lambda L: factor(L).inverse, lambda L: substitution(L, jnp.eye(M)), L),
+    "with_inverse": (factor, lambda L: (jnp.tril(L) @ jnp.tril(L).T, jnp.tril(L), substitution(L, jnp.eye(M))), L),
     "solve": (lambda L, K: solve(factor(L), K), substitution, L, Kuf),
     "solve, a product alone": (lambda L, K: solve(factor(L), K, False), substitution, L, Kuf),
     "gram": (gram, lambda A: A @ A.T, Kuf),
@@ -114,7 +115,7 @@ def test_variances_are_cut_off_where_rounding_makes_them_negative():
     A = np.array([[1.0, 2.0], [0.0, 0.5]])
     assert np.array_equal(jax.jit(unexplained)(np.array([1.0 - 1e-9, 5.0]), A), [0.0, 0.75])
     still = np.zeros((2, 2))                             # a point mass for q, and inducing values that tell all
-    marginals = jax.jit(lambda L, *rest: training_marginals(with_inverse(L), *rest))
+    marginals = jax.jit(lambda L, *rest: training_marginals(factor(L), *rest))
     var = np.asarray(marginals(np.eye(2), A, np.sum(A**2, axis=0), np.ones(2), still)[1])
     assert (var > 0).all() and (var < 1e-14).all()
 
@@ -123,7 +124,7 @@ def test_a_correction_mends_a_product_with_the_inverse_of_a_nearly_singular_tria
     x = np.linspace(0, 5, 40)[:, None]
     K = lambda a, b: np.exp(-0.5 * ((a - b.T) / 0.7) ** 2)
     triangle, right = np.linalg.cholesky(K(x, x) + 1e-12 * np.eye(40)), K(x, x[:20] + 0.05)
-    both = jax.jit(lambda triangle, right: [solve(with_inverse(triangle), right, corrected) for corrected in (False, True)])
+    both = jax.jit(lambda triangle, right: [solve(factor(triangle), right, corrected) for corrected in (False, True)])
     product, corrected = (np.abs(triangle @ np.asarray(A) - right).max() for A in both(triangle, right))
     assert corrected < 1e-13 < 1e-12 < product
 
@@ -131,7 +132,7 @@ def test_a_correction_mends_a_product_with_the_inverse_of_a_nearly_singular_tria
 def sums(L, X, r, corrected):
     "C = A Aᵀ and b = A r over rows in chunks, where K_uf is nonlinear in the rows."
     of_rows = lambda X, r: still_gram(factor(L), jnp.cos(X.T), r, corrected)
-    return move_factor(factor(L), *over_rows(of_rows, M, (X, r)))
+    return move_factor(factor(L), *over_rows(of_rows, chunk_rows(M), (X, r)))
 
 
 def plain_sums(L, X, r):
@@ -141,6 +142,7 @@ def plain_sums(L, X, r):
 
 @pytest.mark.parametrize("chunk, corrected", [(2**19, True), (2 * M, False), (2 * M, True)])
 def test_moved_sums_are_the_plain_ones_in_one_chunk_and_in_several(chunk, corrected, monkeypatch):
+    monkeypatch.setattr(products, "TALL", 0)
     monkeypatch.setattr(products, "CHUNK", chunk)
     assert in_one_chunk(5, M) == (chunk > 5 * M)
     columns = normal(5) if corrected else normal(5, 2)
@@ -155,7 +157,7 @@ def test_the_slope_of_a_sum_keeps_its_digits_where_the_triangle_is_nearly_singul
     triangle, right = np.linalg.cholesky(K(x, x) + 1e-13 * np.eye(40)), K(x, np.linspace(0, 5, 90)[:, None])
 
     def trace(s):
-        still = lax.stop_gradient(with_inverse(jnp.asarray(triangle)))
+        still = lax.stop_gradient(factor(triangle))
         return jnp.trace(still_gram(still, jnp.exp(s / 2) * right, jnp.zeros(90), corrected)[0])
 
     value, slope = jax.value_and_grad(trace)(0.0)
@@ -169,22 +171,28 @@ def test_chunks_of_rows_change_neither_value_nor_derivatives(rows, monkeypatch):
         return {"a": jnp.sum(jnp.tanh(X @ theta - y) ** 2), "b": (X.T @ jnp.sin(y * theta[0]), rows)}
 
     def ours(theta, X, y):
-        return over_rows(lambda X, y: plain(theta, X, y), M, (X, y))
+        return over_rows(lambda X, y: plain(theta, X, y), chunk_rows(M), (X, y))
 
+    monkeypatch.setattr(products, "TALL", 0)
     monkeypatch.setattr(products, "CHUNK", 2 * M)  # 4 rows: two chunks; 7: three and a rest
     same_to_second_order(ours, plain, m, normal(rows, M), normal(rows))
 
 
-def test_no_more_than_a_chunk_of_rows_is_worked_on_at_once(monkeypatch):
+def test_no_more_than_a_chunk_of_rows_is_worked_on_at_once():
     seen = []
 
     def of_rows(X):
         seen.append(len(X))
         return jnp.sum(X)
 
-    monkeypatch.setattr(products, "CHUNK", 30)
-    assert float(jax.jit(lambda X: over_rows(of_rows, M, (X,)))(np.ones((94, 2)))) == 188
-    assert max(seen) <= 30 // M and min(seen) == 94 % max(seen)
+    assert float(jax.jit(lambda X: over_rows(of_rows, 10, (X,)))(np.ones((94, 2)))) == 188
+    assert max(seen) == 10 and min(seen) == 4
+
+
+def test_a_chunk_is_never_short_beside_the_matrix_of_inducing_variables():
+    assert chunk_rows(100) == 2**19 // 100 and chunk_rows(1000) == 4000 and chunk_rows(10**6) == 4 * 10**6
+    assert rows_at_once(100) == 2**19 // 100 and rows_at_once(10**6) == 1
+    assert in_one_chunk(4000, 1000) and not in_one_chunk(4001, 1000)
 
 
 WEIGHTS = 0.4 * np.array([[0.6, -0.8], [0.5, 0.7]])

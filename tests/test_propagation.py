@@ -297,7 +297,7 @@ def test_many_rows_are_worked_on_in_parts(monkeypatch):
     total = lambda mean: sum(jnp.sum(jnp.sin(part)) for part in match(post, mean, cov))
     everything = lambda mean: (match(post, mean, cov), by_nodes(post, mean, cov), jax.grad(total)(mean))
     whole = compiled(everything)(mean)
-    monkeypatch.setattr(module, "CHUNK", 4 * M**2)
+    monkeypatch.setattr(gpt.products, "CHUNK", 4 * M**2)
     monkeypatch.setattr(module, "ROWS", 1000)
     parts = compiled(everything)(mean)
     for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(parts)):

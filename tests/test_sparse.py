@@ -229,6 +229,7 @@ def test_chunks_of_rows_change_nothing(monkeypatch):
         return value, np.asarray(ravel_pytree(gradient)[0]), m
 
     at_once = [everything(approx) for approx in approxes]
+    monkeypatch.setattr(products, "TALL", 0)
     monkeypatch.setattr(products, "CHUNK", 6 * 20)
     for approx, (value, gradient, m) in zip(approxes, at_once):
         in_chunks = everything(approx)

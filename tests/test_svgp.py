@@ -660,6 +660,7 @@ def test_separate_posterior_is_its_parts():
 
 def test_chunks_of_rows_change_nothing(monkeypatch):
     approx, X, y = case("shared", rows=53)  # rows that no other test has: the program that is kept has small chunks
+    monkeypatch.setattr(products, "TALL", 0)
     monkeypatch.setattr(products, "CHUNK", 6 * 10)  # five chunks of nine rows and one of eight
     flat, chunked = flat_function(bound, approx, X, y)
     assert "scan" in str(jax.make_jaxpr(chunked)(flat))
