@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['CHUNK', 'TALL', 'PANEL', 'Projection', 'unexplained', 'project', 'Factor', 'with_inverse', 'solve', 'gram',
-           'still_gram', 'move_factor', 'rows_at_once', 'chunk_rows', 'in_one_chunk', 'over_rows', 'log_normaliser',
+           'projected_gram', 'rows_at_once', 'chunk_rows', 'in_one_chunk', 'over_rows', 'log_normaliser',
            'quadratic_forms', 'squares', 'training_marginals', 'solution', 'at_optimum']
 
 # %% ../nbs/06_products.ipynb #c005
@@ -88,8 +88,8 @@ def _lower_times(L, B):
 def _solve_jvp(corrected, primals, tangents):
     (factor, Kuf), (d_factor, dK) = primals, tangents
     A = solve(factor, Kuf, corrected)
-    force = dK - d_factor.L @ A
-    return A, times_tangent(factor.inverse, force)  # @eq-solve-derivative
+    F = dK - _lower_times(d_factor.L, A)
+    return A, times_tangent(factor.inverse, F)  # @eq-solve-derivative
 
 # %% ../nbs/06_products.ipynb #c013
 @jax.custom_jvp
@@ -107,46 +107,32 @@ def _gram_jvp(primals, tangents):
     return gram(A), X + X.T
 
 # %% ../nbs/06_products.ipynb #c015
-def still_gram(
-    factor: Factor,  # Of K_uu, L₀ in @eq-moved
+@partial(jax.custom_jvp, nondiff_argnums=(3,))
+@precise
+def projected_gram(
+    factor: Factor,  # Of K_uu
     Kuf: Array,  # (M, N)
     R: Array,  # (N,) or (N, P)
     corrected: bool,  # As for `solve`
 ) -> tuple[Array, Array]:  # (M, M), and (M,) or (M, P)
-    "A Aᵀ and A R with A = L⁻¹ Kuf: to be added up, and then given to `move_factor`."
-    return _still_gram(lax.stop_gradient(factor), Kuf, R, corrected)
-
-
-@partial(jax.custom_jvp, nondiff_argnums=(3,))
-@precise
-def _still_gram(factor, Kuf, R, corrected):
+    "A Aᵀ and A R with A = L⁻¹ Kuf, to be added up over rows."
     A = solve(factor, Kuf, corrected)
     return A @ A.T, A @ R
 
 
-@_still_gram.defjvp
+@projected_gram.defjvp
 @precise
-def _still_gram_jvp(corrected, primals, tangents):
-    (factor, Kuf, R), (_, dK, dR) = primals, tangents
-    X = factor.inverse @ (dK @ solve(factor, Kuf, corrected).T)  # in reverse (L⁻ᵀ C̄) A
-    slopes = X + X.T, factor.inverse @ (dK @ R + Kuf @ dR)
-    return _still_gram(*primals, corrected), slopes
-
-# %% ../nbs/06_products.ipynb #c016
-@precise
-def move_factor(
-    factor: Factor,
-    C: Array,  # (M, M)
-    b: Array,  # (M,) or (M, P)
-) -> tuple[Array, Array]:
-    "C and b, sums of `still_gram`, with their derivatives in L, @eq-moved."
-    T = jnp.eye(len(C), dtype=C.dtype)
-    T = T - factor.inverse @ (factor.L - lax.stop_gradient(factor.L))
-    return T @ C @ T.T, T @ b
+def _projected_gram_jvp(corrected, primals, tangents):
+    (factor, Kuf, R), (d_factor, dK, dR) = primals, tangents
+    A = solve(factor, Kuf, corrected)
+    F = dK - _lower_times(d_factor.L, A)
+    X = factor.inverse @ (F @ A.T)  # in reverse (L⁻ᵀ C̄) A
+    slopes = X + X.T, factor.inverse @ (F @ R) + A @ dR
+    return projected_gram(*primals, corrected), slopes  # @eq-projected-gram
 
 # %% ../nbs/06_products.ipynb #c019
 CHUNK = 2**19  # numbers that a chunk of rows makes, as the entries of its K_uf
-TALL = 4  # but at least so many rows for each inducing variable
+TALL = 8  # but at least so many rows for each inducing variable
 
 
 def rows_at_once(numbers: int) -> int:

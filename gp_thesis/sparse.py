@@ -24,9 +24,8 @@ from .inducing import (
     check_inducing_variables, inducing_factor, projection)
 from .linalg import cholesky, inverse_lower, log_determinant, precise
 from .parameters import Fixed, suggesting
-from gp_thesis.products import (
-    chunk_rows, gram, in_one_chunk, log_normaliser, move_factor, over_rows, solve,
-    still_gram)
+from .products import (
+    chunk_rows, gram, in_one_chunk, log_normaliser, over_rows, projected_gram, solve)
 
 # %% ../nbs/23_sparse_regression.ipynb #c020
 class Statistics(eqx.Module):
@@ -93,13 +92,11 @@ def power_zero_sums(approx, factor, X, R):
 
     def of_rows(X, R):
         Kuf = approx.inducing.cross_covariance(kernel, X)
-        C, b = still_gram(factor, Kuf, R, corrected)
+        C, b = projected_gram(factor, Kuf, R, corrected)
         variance = jnp.sum(kernel.evaluate_diag(X))
         return Sums(C, b, jnp.sum(R**2), variance, jnp.asarray(len(X), R.dtype))
 
-    sums = over_rows(of_rows, chunk_rows(M), (X, R))
-    C, b = move_factor(factor, sums.gram, sums.projected)
-    return sums._replace(gram=C, projected=b)
+    return over_rows(of_rows, chunk_rows(M), (X, R))
 
 
 def power_zero_statistics(approx, sums):
