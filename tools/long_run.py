@@ -21,15 +21,19 @@ def sources(notebook, last):
     return {id: text for id, text in first.items() if id == last or not any(mark in text for mark in shows)}
 
 
-def main(notebook, seconds, *chosen):
+def go_on_for(go_on, seconds):
+    "A `go_on` that gets so many seconds."
+    return lambda *arguments: go_on(*arguments[:-1], seconds)
+
+
+def main(notebook, seconds, *chosen, goes_on=go_on_for):
     os.environ["GP_THESIS_PROFILE"] = "paper"
     notebook = Path(notebook).resolve()
     os.chdir(TOP / "nbs")
     names, go_on = {}, None
     for id, text in sources(notebook, chosen[-1]).items():
         if go_on:
-            budget = float(seconds) if id in chosen else 0.0
-            names["go_on"] = lambda *arguments: go_on(*arguments[:-1], budget)
+            names["go_on"] = goes_on(go_on, float(seconds)) if id in chosen else go_on_for(go_on, 0.0)
         exec(compile(text, f"{notebook.name} {id}", "exec"), names)
         go_on = go_on or names.get("go_on")
 

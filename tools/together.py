@@ -1,0 +1,168 @@
+"""Fits of the same shape at the same time, for a GPU, which a single small fit leaves idle.
+
+`python -m tools.together NOTEBOOK SECONDS CELL ...` is `tools.long_run`, but all splits of a problem are fitted together: each by
+its own L-BFGS in a thread of its own, and whenever all that still run have asked for a loss and its gradient, one program computes
+them all. A row's seconds are what it kept us waiting beyond the rows before it, so their sum is the time of all."""
+
+import math
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from functools import partial
+
+import equinox as eqx
+import jax
+import numpy as np
+
+from gp_thesis import data, fitting, optimisers
+from gp_thesis.linalg import nan_on_failure
+from gp_thesis.optimisers import lbfgs
+from tools import long_run
+
+
+@eqx.filter_jit
+def _losses_and_gradients(loss, trees, arrays, alike):
+    "Of a stack of trees and of the arrays in a stack of arguments, whose other parts are alike."
+    def of_one(tree, arrays):
+        return jax.value_and_grad(loss)(tree, *eqx.combine(arrays, alike))
+
+    with nan_on_failure():
+        return jax.vmap(of_one)(trees, arrays)
+
+
+def _stacked(trees):
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *trees)
+
+
+class Together:
+    "Members that fit, and those of them who wait for a loss and its gradient."
+
+    def __init__(self, members):
+        self.turn, self.fitting, self.asked, self.answers = threading.Condition(), set(members), {}, {}
+        self.last, self.fixed = {}, None  # what each member asked last; the arguments of all, which stay on the device
+        self.here = threading.local()
+
+    def run(self, member, function):
+        "function(), in a thread of its own."
+        self.here.member = member
+        try:
+            return function()
+        finally:
+            self._leave()
+
+    def lbfgs(self, *arguments):
+        "As `optimisers.lbfgs`, after which nobody waits for this member."
+        try:
+            return lbfgs(*arguments)
+        finally:
+            self._leave()
+
+    def loss_and_gradient(self, loss, tree, *arguments):
+        "As `optimisers.loss_and_gradient`, which waits for the other members."
+        me = self.here.member
+        with self.turn:
+            self.fitting.add(me)
+            self.asked[me] = loss, tree, arguments
+            self._answer()
+            self.turn.wait_for(lambda: me in self.answers)
+            answer = self.answers.pop(me)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def _leave(self):
+        with self.turn:
+            self.fitting.discard(self.here.member)
+            self._answer()
+
+    def _answer(self):
+        "What was asked, once all who fit have asked."
+        if not self.asked or self.fitting - set(self.asked):
+            return
+        asked, self.asked = self.asked, {}
+        try:
+            self.last |= asked  # who has ended is computed again, so that shapes stay
+            answers = self._compute()
+        except Exception as error:
+            answers = dict.fromkeys(asked, error)
+        self.answers |= {member: answers[member] for member in asked}
+        self.turn.notify_all()
+
+    def _compute(self):
+        losses, trees, arguments = zip(*self.last.values())
+        places = [tuple(map(id, each)) for each in arguments]
+        if self.fixed is None or self.fixed[0] != places:
+            arrays, alike = zip(*(eqx.partition(each, eqx.is_array) for each in arguments))
+            self.fixed = places, jax.device_put(_stacked(arrays)), alike[0]
+        _, arrays, alike = self.fixed
+        values, gradients = jax.device_get(_losses_and_gradients(losses[0], _stacked(trees), arrays, alike))
+        return {member: (values[k], jax.tree.map(lambda g: g[k], gradients)) for k, member in enumerate(self.last)}
+
+
+def _on_the_host(template, v):
+    "`optimisers.cut_like`, whose arrays wait for those of the other members."
+    leaves, structure = jax.tree.flatten(template)
+    parts = np.split(v, np.cumsum([leaf.size for leaf in leaves]))
+    return structure.unflatten(np.array(part, leaf.dtype).reshape(leaf.shape) for part, leaf in zip(parts, leaves))
+
+
+@contextmanager
+def in_place_of(module, **names):
+    "A module with other functions in it, for a while."
+    before = {name: getattr(module, name) for name in names}
+    for name, value in names.items():
+        setattr(module, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(module, name, value)
+
+
+def run_together(run, keys):
+    "run(*key) of each key, in threads whose fits share programs: keys and futures, those first that end first."
+    together = Together(keys)
+    shared = dict(loss_and_gradient=together.loss_and_gradient, cut_like=_on_the_host)
+    with in_place_of(optimisers, **shared), in_place_of(fitting, lbfgs=together.lbfgs), ThreadPoolExecutor(len(keys)) as threads:
+        futures = {threads.submit(together.run, key, partial(run, *key)): key for key in keys}
+        for future in as_completed(futures):
+            yield futures[future], future
+
+
+def groups(left, names):
+    "The keys that are left, those together that differ in nothing but the split."
+    shape = lambda key: tuple(part for part, name in zip(key, names) if name != "split")
+    found = {}
+    for key in left:
+        found.setdefault(shape(key), []).append(key)
+    return list(found.values())
+
+
+def add_together(entry, run, keys, names, columns):
+    "Rows of a file of `go_on`, each when its fit has ended; FloatingPointError and RuntimeError give NaN, as there."
+    clock = time.perf_counter()
+    for key, future in run_together(run, keys):
+        try:
+            values = future.result()
+        except (FloatingPointError, RuntimeError):
+            values = [math.nan] * len(columns)
+        seconds, clock = time.perf_counter() - clock, time.perf_counter()
+        data._add_line(entry, [*names, *columns, "seconds"], data._as_text((*key, *values, seconds)))
+
+
+def go_on_together(go_on, seconds):
+    "A `go_on` that gets so many seconds, and fits the splits of a problem at the same time."
+    def going_on(entry, run, order, names, columns, _):
+        began, done = time.perf_counter(), go_on(entry, run, order, names, columns, 0.0)
+        for keys in groups([key for key in order if key not in done], names):
+            if time.perf_counter() - began < seconds:
+                add_together(entry, run, keys, names, columns)
+        return go_on(entry, run, order, names, columns, 0.0)
+
+    return going_on
+
+
+if __name__ == "__main__":
+    long_run.main(*sys.argv[1:], goes_on=go_on_together)
