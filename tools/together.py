@@ -1,8 +1,8 @@
-"""Fits of the same shape at the same time, for a GPU, which a single small fit leaves idle.
+"""Fits of one shape at the same time, for a GPU, of which one small fit alone uses little.
 
-`python -m tools.together NOTEBOOK SECONDS CELL ...` is `tools.long_run`, but all splits of a problem are fitted together: each by
-its own L-BFGS in a thread of its own, and whenever all that still run have asked for a loss and its gradient, one program computes
-them all. A row's seconds are what it kept us waiting beyond the rows before it, so their sum is the time of all."""
+`python -m tools.together NOTEBOOK SECONDS CELL ...` is `tools.long_run`, but fits all splits of a problem together. Each has an L-BFGS
+of its own, in a thread; when all that are still under way have asked for a loss and its gradient, one program computes them all.
+A row's seconds are those since the row before it, so that they add up to what all of them took."""
 
 import math
 import sys
@@ -36,16 +36,23 @@ def _stacked(trees):
     return jax.tree.map(lambda *leaves: np.stack(leaves), *trees)
 
 
+def _on_the_host(template, v):
+    "`optimisers.cut_like`, but the arrays stay here until those of all members are there."
+    leaves, structure = jax.tree.flatten(template)
+    parts = np.split(v, np.cumsum([leaf.size for leaf in leaves]))
+    return structure.unflatten(np.array(part, leaf.dtype).reshape(leaf.shape) for part, leaf in zip(parts, leaves))
+
+
 class Together:
-    "Members that fit, and those of them who wait for a loss and its gradient."
+    "Members that are to fit, and those of them who wait for a loss and its gradient."
 
     def __init__(self, members):
         self.turn, self.fitting, self.asked, self.answers = threading.Condition(), set(members), {}, {}
-        self.last, self.fixed = {}, None  # what each member asked last; the arguments of all, which stay on the device
-        self.here = threading.local()
+        self.last, self.stack = {}, None  # what each member asked last; the arguments of all, on the device
+        self.here, self.calls = threading.local(), 0  # who a thread works for; programs run
 
     def run(self, member, function):
-        "function(), in a thread of its own."
+        "function(), in a thread of the member's own."
         self.here.member = member
         try:
             return function()
@@ -53,14 +60,14 @@ class Together:
             self._leave()
 
     def lbfgs(self, *arguments):
-        "As `optimisers.lbfgs`, after which nobody waits for this member."
+        "`optimisers.lbfgs`, after which nobody waits for this member."
         try:
             return lbfgs(*arguments)
         finally:
             self._leave()
 
     def loss_and_gradient(self, loss, tree, *arguments):
-        "As `optimisers.loss_and_gradient`, which waits for the other members."
+        "`optimisers.loss_and_gradient`, which waits for the other members."
         me = self.here.member
         with self.turn:
             self.fitting.add(me)
@@ -82,8 +89,8 @@ class Together:
         if not self.asked or self.fitting - set(self.asked):
             return
         asked, self.asked = self.asked, {}
+        self.last |= asked  # who has ended is computed again, so that shapes stay
         try:
-            self.last |= asked  # who has ended is computed again, so that shapes stay
             answers = self._compute()
         except Exception as error:
             answers = dict.fromkeys(asked, error)
@@ -93,19 +100,15 @@ class Together:
     def _compute(self):
         losses, trees, arguments = zip(*self.last.values())
         places = [tuple(map(id, each)) for each in arguments]
-        if self.fixed is None or self.fixed[0] != places:
+        if self.stack is None or self.stack[0] != places:
             arrays, alike = zip(*(eqx.partition(each, eqx.is_array) for each in arguments))
-            self.fixed = places, jax.device_put(_stacked(arrays)), alike[0]
-        _, arrays, alike = self.fixed
+            if len(alike) > 1 and not eqx.tree_equal(*alike):
+                raise ValueError("fits that run together must differ in arrays only")
+            self.stack = places, jax.device_put(_stacked(arrays)), alike[0]
+        _, arrays, alike = self.stack
         values, gradients = jax.device_get(_losses_and_gradients(losses[0], _stacked(trees), arrays, alike))
+        self.calls += 1
         return {member: (values[k], jax.tree.map(lambda g: g[k], gradients)) for k, member in enumerate(self.last)}
-
-
-def _on_the_host(template, v):
-    "`optimisers.cut_like`, whose arrays wait for those of the other members."
-    leaves, structure = jax.tree.flatten(template)
-    parts = np.split(v, np.cumsum([leaf.size for leaf in leaves]))
-    return structure.unflatten(np.array(part, leaf.dtype).reshape(leaf.shape) for part, leaf in zip(parts, leaves))
 
 
 @contextmanager
@@ -121,11 +124,11 @@ def in_place_of(module, **names):
             setattr(module, name, value)
 
 
-def run_together(run, keys):
+def run_together(run, keys, together=None):
     "run(*key) of each key, in threads whose fits share programs: keys and futures, those first that end first."
-    together = Together(keys)
-    shared = dict(loss_and_gradient=together.loss_and_gradient, cut_like=_on_the_host)
-    with in_place_of(optimisers, **shared), in_place_of(fitting, lbfgs=together.lbfgs), ThreadPoolExecutor(len(keys)) as threads:
+    together = together or Together(keys)
+    shared = in_place_of(optimisers, loss_and_gradient=together.loss_and_gradient, cut_like=_on_the_host)
+    with shared, in_place_of(fitting, lbfgs=together.lbfgs), ThreadPoolExecutor(len(keys)) as threads:
         futures = {threads.submit(together.run, key, partial(run, *key)): key for key in keys}
         for future in as_completed(futures):
             yield futures[future], future
@@ -133,10 +136,10 @@ def run_together(run, keys):
 
 def groups(left, names):
     "The keys that are left, those together that differ in nothing but the split."
-    shape = lambda key: tuple(part for part, name in zip(key, names) if name != "split")
     found = {}
     for key in left:
-        found.setdefault(shape(key), []).append(key)
+        shape = tuple(part for part, name in zip(key, names) if name != "split")
+        found.setdefault(shape, []).append(key)
     return list(found.values())
 
 
