@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from gp_thesis import GP, RBF, Gaussian, InducingPoints, Matern52, PowerEPRegression, data, fit, optimisers
-from tools.together import Together, add_together, go_on_together, groups, run_together
+from tools.together import SharedError, Together, add_together, go_on_together, groups, run_together
 
 NAMES = ("set", "split", "power")
 
@@ -23,7 +23,7 @@ def learn(name, split, power, rows=30):
     X, y = problem(split, rows)
     kernel = Matern52(0.3) if name == "rough" else RBF(0.3)
     approx = PowerEPRegression(GP(kernel, Gaussian(0.1)), InducingPoints(X[::6].copy()), power)
-    result = fit(approx, (X, y), steps=12 + 5 * split, progress=False)
+    result = fit(approx, (X, y), steps=3 + split, progress=False)
     post = result.approx.posterior(X, y)
     return float(result.history.objective[-1]), result.steps, float(post.mean(X[:1])[0])
 
@@ -36,7 +36,7 @@ def test_fits_that_share_programs_end_where_they_end_alone():
     together = Together(KEYS)
     shared = {key: future.result() for key, future in run_together(learn, KEYS, together)}
     for key in KEYS:
-        np.testing.assert_allclose(shared[key], alone[key], rtol=1e-6)
+        np.testing.assert_allclose(shared[key], alone[key], rtol=1e-9)  # so few steps that rounding has not grown
     longest = max(steps for _, steps, _ in alone.values())
     assert longest <= together.calls < sum(steps for _, steps, _ in alone.values())
     assert optimisers.loss_and_gradient.__module__ == "gp_thesis.optimisers"  # all is as it was
@@ -49,23 +49,37 @@ def test_nobody_waits_for_who_has_failed():
     assert all(np.isfinite(ends[key].result()).all() for key in KEYS[:2])
 
 
-@pytest.mark.parametrize("other", [("rough", 1, 0.5), ("sine", 1, 0.5, 36)])
-def test_what_differs_in_more_than_numbers_is_an_error_of_all(other):
+@pytest.mark.parametrize("other, words", [(("rough", 1, 0.5), "arrays only"), (("sine", 1, 0.5, 36), "same shape")])
+def test_what_differs_in_more_than_numbers_is_an_error_of_all(other, words):
     ends = dict(run_together(learn, [KEYS[0], other]))
     for future in ends.values():
-        with pytest.raises(ValueError):
+        with pytest.raises(SharedError, match=words):
             future.result()
+
+
+def test_a_program_that_fails_makes_no_rows(tmp_path, monkeypatch):
+    "Memory that is short is a RuntimeError of JAX; as a row of NaN it would be a fit that has lost."
+    monkeypatch.setenv("GP_THESIS_PROFILE", "paper")
+    monkeypatch.setattr(data, "_results", lambda: tmp_path)
+
+    def short(*_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")
+
+    monkeypatch.setattr("tools.together._losses_and_gradients", short)
+    with pytest.raises(SharedError, match="RESOURCE_EXHAUSTED"):
+        add_together("X", learn, KEYS, NAMES, ("objective", "steps", "mean"))
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_start_without_a_value_fails_alone():
     def spoilt(name, split, power):
         X, y = problem(split)
         approx = PowerEPRegression(GP(RBF(0.3), Gaussian(0.1)), InducingPoints(X[::6].copy()), power)
-        return fit(approx, (X, y * (1e200 if split == 1 else 1)), steps=3, progress=False).steps
+        return fit(approx, (X, y * (1e200 if split == 1 else 1)), steps=3, progress=False).history.objective[-1]
 
-    ends = dict(run_together(spoilt, KEYS))
+    alone, ends = spoilt(*KEYS[0]), dict(run_together(spoilt, KEYS))
     assert isinstance(ends[KEYS[1]].exception(), FloatingPointError)
-    assert ends[KEYS[0]].result() == ends[KEYS[2]].result() == 3
+    assert np.isclose(ends[KEYS[0]].result(), alone, rtol=1e-8) and np.isfinite(ends[KEYS[2]].result())
 
 
 def test_only_splits_are_fitted_together():

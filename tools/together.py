@@ -9,8 +9,8 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
 from functools import partial
+from unittest.mock import patch
 
 import equinox as eqx
 import jax
@@ -41,6 +41,10 @@ def _on_the_host(template, v):
     leaves, structure = jax.tree.flatten(template)
     parts = np.split(v, np.cumsum([leaf.size for leaf in leaves]))
     return structure.unflatten(np.array(part, leaf.dtype).reshape(leaf.shape) for part, leaf in zip(parts, leaves))
+
+
+class SharedError(Exception):
+    "What members wait for could not be computed, memory may be short: no fit has failed."
 
 
 class Together:
@@ -75,8 +79,8 @@ class Together:
             self._answer()
             self.turn.wait_for(lambda: me in self.answers)
             answer = self.answers.pop(me)
-        if isinstance(answer, Exception):
-            raise answer
+        if isinstance(answer, Exception):  # not a member's own, so not one of those that make a row NaN
+            raise SharedError(f"the program of all members failed: {answer}") from answer
         return answer
 
     def _leave(self):
@@ -111,24 +115,11 @@ class Together:
         return {member: (values[k], jax.tree.map(lambda g: g[k], gradients)) for k, member in enumerate(self.last)}
 
 
-@contextmanager
-def in_place_of(module, **names):
-    "A module with other functions in it, for a while."
-    before = {name: getattr(module, name) for name in names}
-    for name, value in names.items():
-        setattr(module, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(module, name, value)
-
-
 def run_together(run, keys, together=None):
     "run(*key) of each key, in threads whose fits share programs: keys and futures, those first that end first."
     together = together or Together(keys)
-    shared = in_place_of(optimisers, loss_and_gradient=together.loss_and_gradient, cut_like=_on_the_host)
-    with shared, in_place_of(fitting, lbfgs=together.lbfgs), ThreadPoolExecutor(len(keys)) as threads:
+    shared = patch.multiple(optimisers, loss_and_gradient=together.loss_and_gradient, cut_like=_on_the_host)
+    with shared, patch.object(fitting, "lbfgs", together.lbfgs), ThreadPoolExecutor(len(keys)) as threads:
         futures = {threads.submit(together.run, key, partial(run, *key)): key for key in keys}
         for future in as_completed(futures):
             yield futures[future], future
@@ -144,7 +135,7 @@ def groups(left, names):
 
 
 def add_together(entry, run, keys, names, columns):
-    "Rows of a file of `go_on`, each when its fit has ended; FloatingPointError and RuntimeError give NaN, as there."
+    "Rows of a file of `go_on`, each when its fit has ended; FloatingPointError and RuntimeError give NaN, as there; raises SharedError."
     clock = time.perf_counter()
     for key, future in run_together(run, keys):
         try:
