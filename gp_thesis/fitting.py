@@ -463,7 +463,7 @@ def _best_of(climb, approx, source, key, restarts, steps, tolerance):
         if ends[-1] == np.nanmax(ends):
             best, before = result, start
         if result.message == why.REASONS[why.INTERRUPTED]:
-            break
+            return best._replace(restarts=np.array(ends))
     if best is None:
         raise failed
     return _polished(best._replace(restarts=np.array(ends)), climb, steps, tolerance)

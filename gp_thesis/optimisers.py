@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['REASONS', 'RUNNING', 'TAKEN', 'SETTLED', 'FLAT', 'NOT_FINITE', 'STOPPED', 'RAN_OUT', 'INTERRUPTED', 'NO_BETTER',
-           'WALLED', 'WINDOW', 'loss_and_gradient', 'end_to_end', 'cut_like', 'slope_in_units', 'steepness', 'lbfgs',
-           'not_finite', 'failure', 'State', 'initial_state', 'descend']
+           'WALLED', 'PAIRS', 'FIRST_STEP', 'WINDOW', 'loss_and_gradient', 'end_to_end', 'cut_like', 'slope_in_units',
+           'steepness', 'lbfgs', 'not_finite', 'failure', 'State', 'initial_state', 'descend']
 
 # %% ../nbs/08_optimisers.ipynb #a004
 from collections.abc import Callable
@@ -130,6 +130,22 @@ class _Search:
         raise StopIteration
 
 # %% ../nbs/08_optimisers.ipynb #a014
+PAIRS = 30          # (s, y) that are kept
+FIRST_STEP = 1 / 8  # its length
+
+
+def _from_here(search, steps, tolerance):
+    "SciPy's L-BFGS-B, from the search's point and in units of the first step."
+    def scaled(z):
+        value, gradient = search.evaluate(FIRST_STEP * z)
+        return value, FIRST_STEP * gradient
+
+    options = dict(maxcor=PAIRS, maxiter=steps, maxfun=30 * steps + 30,
+                   ftol=tolerance, gtol=0)
+    return minimize(scaled, search.point[0] / FIRST_STEP, jac=True, method="L-BFGS-B",
+                    callback=search.step, options=options)
+
+# %% ../nbs/08_optimisers.ipynb #a014e
 def lbfgs(
     loss: Callable,  # loss(tree, *arguments), a scalar, or not finite
     start: PyTree,  # The parameters to begin with
@@ -149,11 +165,8 @@ def lbfgs(
         search.evaluate(end_to_end(start))
         search.step()
         while more:
-            v, first, _ = search.point
-            taken, left = search.count, steps - search.count
-            options = dict(maxiter=left, maxfun=30 * left + 30, ftol=tolerance, gtol=0)
-            ended = minimize(search.evaluate, v, jac=True, method="L-BFGS-B",
-                             callback=search.step, options=options)
+            first, taken = search.point[1], search.count
+            ended = _from_here(search, steps - taken, tolerance)
             result = ended if search.count > taken else result
             more = not search.ended and search.count < steps
             more = more and _promises_more(first, search.point, tolerance)

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from gp_thesis import optimisers as why
-from gp_thesis.optimisers import _wall, cut_like, descend, end_to_end, failure, initial_state, lbfgs
+from gp_thesis.optimisers import _from_here, _Search, _wall, cut_like, descend, end_to_end, failure, initial_state, lbfgs
 
 
 def minimise(loss, start, steps=200, tolerance=1e-12, **stop):
@@ -57,6 +57,28 @@ def test_lbfgs_finds_minima_next_to_walls_and_names_its_reasons():
     assert minimise(well, np.array([8.0, 0.01]), steps=2)[0] == why.TAKEN
     reason, path = minimise(well, np.array([8.0, 0.01]), at=3)
     assert len(path) == 3
+
+
+def test_the_first_step_is_an_eighth_long_whatever_the_scales():
+    for scale in (1e-6, 1.0, 1e6):
+        places = []
+        function = lambda v: (places.append(v.copy()), (scale * np.sum((v - 3) ** 2), 2 * scale * (v - 3)))[1]
+        search = _Search(function, lambda point, value: False, 1e-12)
+        search.evaluate(np.array([0.3, -1.7]))
+        search.step()
+        _from_here(search, 1, 1e-12)
+        assert np.array_equal(places[0], places[1])                              # the way to SciPy and back loses no digit
+        assert np.isclose(np.linalg.norm(places[2] - places[0]), 1 / 8)
+        assert np.allclose(search.point[2], 2 * scale * (search.point[0] - 3), rtol=1e-12)
+
+
+def test_with_a_pair_for_each_parameter_the_way_is_shorter_than_with_scipys_ten():
+    from scipy.optimize import minimize as scipy
+    curvature = 10.0 ** np.linspace(0, 4, 14)
+    loss = lambda v: 0.5 * jnp.sum(curvature * v**2)
+    ten = scipy(lambda v: (0.5 * np.sum(curvature * v**2), curvature * v), np.ones(14), jac=True, method="L-BFGS-B", options=dict(ftol=1e-12, gtol=0))
+    reason, path = minimise(loss, np.ones(14))
+    assert reason in (why.SETTLED, why.FLAT) and path[-1][1] < 1e-8 and len(path) - 1 < 0.8 * ten.nit, (len(path), ten.nit)
 
 
 def test_an_error_in_the_loss_is_a_wall_too_and_tells_its_name_when_asked():
