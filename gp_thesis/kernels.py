@@ -410,7 +410,12 @@ def _by_differences(X, Y, dX, dY, w):
 def _tangent(X, Y, dX, dY, w):
     "dr². No Y is X itself, and no tangent is None."
     x, y = _centred(X, X if Y is None else Y)
-    products = lambda: _by_products(x, None if Y is None else y, dX, dY, w)
+
+    def products():
+        dr2 = _by_products(x, None if Y is None else y, dX, dY, w)
+        itself = jnp.eye(len(x), dtype=bool)  # where rounding would leave something
+        return jnp.where(itself, 0, dr2) if Y is None else dr2
+
     if X.dtype == jnp.float64:
         return products()
     differences = lambda: _by_differences(X, Y, dX, dY, w)

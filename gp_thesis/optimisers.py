@@ -131,18 +131,21 @@ class _Search:
 
 # %% ../nbs/08_optimisers.ipynb #a014
 PAIRS = 30          # (s, y) that are kept
-FIRST_STEP = 1 / 8  # its length
+FIRST_STEP = 1 / 8  # its length, in units of the parameters
 
 
 def _from_here(search, steps, tolerance):
-    "SciPy's L-BFGS-B, from the search's point and in units of the first step."
+    "SciPy's L-BFGS-B from the search's point, whose first step has length one."
+    v = search.point[0]
+    units = FIRST_STEP * 2 ** np.floor(np.log2(abs(v).clip(1)))
+
     def scaled(z):
-        value, gradient = search.evaluate(FIRST_STEP * z)
-        return value, FIRST_STEP * gradient
+        value, gradient = search.evaluate(units * z)
+        return value, units * gradient
 
     options = dict(maxcor=PAIRS, maxiter=steps, maxfun=30 * steps + 30,
                    ftol=tolerance, gtol=0)
-    return minimize(scaled, search.point[0] / FIRST_STEP, jac=True, method="L-BFGS-B",
+    return minimize(scaled, v / units, jac=True, method="L-BFGS-B",
                     callback=search.step, options=options)
 
 # %% ../nbs/08_optimisers.ipynb #a014e

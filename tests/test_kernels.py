@@ -291,6 +291,16 @@ def test_derivatives_of_the_distance_in_whatever_changes(moving, between, ard, n
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9), ours, expected)
 
 
+@pytest.mark.parametrize("lengthscale", [1e-9, 5e-11])
+def test_what_has_no_neighbour_has_no_slope_in_the_lengthscale(lengthscale):
+    "With rounding left on the diagonal it was 65536, and L-BFGS stopped there on a slope in the noise."
+    X = np.sort(np.random.default_rng(0).uniform(0, 6, (30, 1)), 0)
+    weights = np.random.default_rng(1).normal(size=(30, 30))
+    slope = lambda ell: jax.grad(lambda ell: jnp.sum(weights * RBF(ell)(X)))(ell)
+    assert slope(lengthscale) == 0 and jax.grad(slope)(lengthscale) == 0
+    assert jax.jvp(lambda ell: jnp.sum(weights * RBF(ell)(X)), (lengthscale,), (1.0,))[1] == 0
+
+
 def test_the_slope_in_lengthscales_and_inducing_points_is_one_product_with_the_data():
     "In reverse: the value's product, the slope's, and none for inputs that are data."
     Z, X = jnp.zeros((300, 100)), jnp.zeros((400, 100))

@@ -72,6 +72,13 @@ def test_the_first_step_is_an_eighth_long_whatever_the_scales():
         assert np.allclose(search.point[2], 2 * scale * (search.point[0] - 3), rtol=1e-12)
 
 
+def test_a_parameter_far_out_moves_in_units_of_its_own_size():
+    curvature = jnp.array([1.0, 3.0, 10.0, 30.0, 100.0])
+    loss = lambda v: 500 + 0.1 * (jnp.log(v[0]) - 11) ** 2 + 0.5 * jnp.sum(curvature * (v[1:] - 1) ** 2)  # smallest at 59874
+    reason, path = minimise(loss, np.array([3000.0] + [0.0] * 5), tolerance=1e-9)
+    assert reason in (why.SETTLED, why.FLAT) and path[-1][1] < 500 + 1e-6                        # one unit for all: 500.9, at 3000
+
+
 def test_with_a_pair_for_each_parameter_the_way_is_shorter_than_with_scipys_ten():
     from scipy.optimize import minimize as scipy
     curvature = 10.0 ** np.linspace(0, 4, 14)
