@@ -1,4 +1,4 @@
-"""Whole runs as a newcomer starts them, on data that the book does not use: `python benchmarks/first_hour.py [--no-write] [name ...]`.
+"""Whole runs as a newcomer starts them, on data that the book does not use: `python benchmarks/first_hour.py [--no-write] [--methods METHOD ...] [name ...]`.
 
 Each run is a process of its own: import, model, fit from the same start, prediction of the test rows. Scores are in standard
 units (root mean squared error and mean log density; error rate and mean log probability), the objective is what was maximised,
@@ -309,6 +309,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help=f"of {[*PROBLEMS]}; all by default")
     parser.add_argument("--libraries", nargs="*", default=["gpflow", "gpytorch", "sklearn", OURS, AGAIN], help="with none: only what is recorded")
+    parser.add_argument("--methods", nargs="*", default=[*REGRESSION, *CLASSIFICATION], help="such as 'exact RBF'; all by default")
     parser.add_argument("--no-write", dest="write", action="store_false", help="leave results/ alone")
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -326,7 +327,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, "problem.npz")
             np.savez(file, **problem(name))
-            for method in PROBLEMS[name]:
+            for method in (method for method in PROBLEMS[name] if method in options.methods):
                 for library in options.libraries:
                     of_rows(file, library).unlink(missing_ok=True)
                     run = ("first_hour.py", "--worker", library, method, file)
