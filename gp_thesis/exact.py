@@ -27,8 +27,8 @@ from .likelihoods import (
     Bernoulli, Beta, Binomial, Exponential, Gamma, Gaussian, Heteroscedastic,
     Likelihood, NegativeBinomial, Ordinal, Poisson, StudentT)
 from .linalg import (
-    JITTER, add_diagonal, cholesky, factor_or_nan, fails_with_nan, log_density,
-    nan_on_failure, one_blas_thread, precise, quick_jit, solve_lower, solve_upper)
+    JITTER, add_diagonal, cholesky, draft_jit, factor_or_nan, fails_with_nan,
+    log_density, nan_on_failure, one_blas_thread, precise, solve_lower, solve_upper)
 from .parameters import (
     Suggesting, in_widest_dtype, suggesting, unwrap)
 from .products import project
@@ -97,7 +97,7 @@ class Posterior(eqx.Module):
         return self.marginals(Xs)[0]
 
 # %% ../nbs/12_regression.ipynb #c011
-@quick_jit
+@draft_jit
 @precise
 def _compiled(function, module, *arguments):
     "What the function returns on plain arrays, and whether all of it is finite."

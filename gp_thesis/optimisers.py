@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['REASONS', 'RUNNING', 'TAKEN', 'SETTLED', 'FLAT', 'NOT_FINITE', 'STOPPED', 'RAN_OUT', 'INTERRUPTED', 'NO_BETTER',
-           'WALLED', 'PAIRS', 'FIRST_STEP', 'WINDOW', 'loss_and_gradient', 'end_to_end', 'cut_like', 'slope_in_units',
-           'steepness', 'lbfgs', 'not_finite', 'failure', 'State', 'initial_state', 'descend']
+           'WALLED', 'PAIRS', 'FIRST_STEP', 'REACH', 'WINDOW', 'loss_and_gradient', 'end_to_end', 'cut_like',
+           'slope_in_units', 'steepness', 'lbfgs', 'not_finite', 'failure', 'State', 'initial_state', 'descend']
 
 # %% ../nbs/08_optimisers.ipynb #a004
 from collections.abc import Callable
@@ -18,7 +18,7 @@ import numpy as np
 import optax
 from jax import lax
 from jaxtyping import Array, ArrayLike, PyTree
-from scipy.optimize import OptimizeResult, minimize
+from scipy.optimize import Bounds, OptimizeResult, minimize
 
 from .linalg import nan_on_failure, quick_jit
 
@@ -132,12 +132,16 @@ class _Search:
 # %% ../nbs/08_optimisers.ipynb #a014
 PAIRS = 30          # (s, y) that are kept
 FIRST_STEP = 1 / 8  # its length, in units of the parameters
+REACH = 10          # how far down the first search may go
 
 
 def _from_here(search, steps, tolerance):
     "SciPy's L-BFGS-B from the search's point, whose first step has length one."
-    v = search.point[0]
+    (v, _, gradient), first = search.point, search.count == 0
     units = FIRST_STEP * 2 ** np.floor(np.log2(abs(v).clip(1)))
+    # SciPy's first step with bounds is no longer than the slope.
+    bounded = first and np.linalg.norm(units * gradient) > 1
+    bounds = Bounds((v - REACH) / units, np.inf) if bounded else None
 
     def scaled(z):
         value, gradient = search.evaluate(units * z)
@@ -145,7 +149,7 @@ def _from_here(search, steps, tolerance):
 
     options = dict(maxcor=PAIRS, maxiter=steps, maxfun=30 * steps + 30,
                    ftol=tolerance, gtol=0)
-    return minimize(scaled, v / units, jac=True, method="L-BFGS-B",
+    return minimize(scaled, v / units, jac=True, method="L-BFGS-B", bounds=bounds,
                     callback=search.step, options=options)
 
 # %% ../nbs/08_optimisers.ipynb #a014e

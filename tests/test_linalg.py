@@ -349,6 +349,16 @@ def test_options_that_this_xla_does_not_know_are_left_out(monkeypatch):
     assert twice(jnp.ones(2)).sum() == 4 and len(traced) == tried  # nor is it asked again
 
 
+def test_only_what_runs_a_few_times_on_short_arrays_is_drafted(monkeypatch):
+    asked = []
+    monkeypatch.setattr(linalg, "_left_open", lambda **wanted: asked.append(wanted["xla_backend_optimization_level"]) or {})
+    total = lambda arrays, name: sum(a.sum() for a in arrays)
+    few, many = jnp.ones((linalg.FEW, 3)), jnp.ones((2, linalg.FEW + 1))
+    for jit, arrays, level in ((linalg.draft_jit, [few], 0), (linalg.draft_jit, [few, many], 1), (linalg.draft_jit, [jnp.ones(())], 0),
+                               (linalg.quick_jit, [few], 1)):
+        assert jit(total)(arrays, "sum") == sum(a.size for a in arrays) and asked.pop() == level and not asked
+
+
 def test_an_error_of_the_function_itself_is_raised_and_it_runs_once():
     runs = []
 

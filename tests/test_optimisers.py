@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from gp_thesis import optimisers as why
-from gp_thesis.optimisers import _from_here, _Search, _wall, cut_like, descend, end_to_end, failure, initial_state, lbfgs
+from gp_thesis.optimisers import REACH, _from_here, _Search, _wall, cut_like, descend, end_to_end, failure, initial_state, lbfgs
 
 
 def minimise(loss, start, steps=200, tolerance=1e-12, **stop):
@@ -70,6 +70,13 @@ def test_the_first_step_is_an_eighth_long_whatever_the_scales():
         assert np.array_equal(places[0], places[1])                              # the way to SciPy and back loses no digit
         assert np.isclose(np.linalg.norm(places[2] - places[0]), 1 / 8)
         assert np.allclose(search.point[2], 2 * scale * (search.point[0] - 3), rtol=1e-12)
+
+
+def test_whoever_wants_to_go_further_down_than_the_first_search_does_so_in_the_next():
+    away = lambda v: jnp.sum((v + jnp.array([25.0, 3.0])) ** 2)
+    reason, path = minimise(away, np.zeros(2))
+    assert reason in (why.SETTLED, why.FLAT) and np.allclose(path[-1][0], [-25, -3], atol=1e-3)
+    assert any(place[0] == -REACH for place, _ in path)
 
 
 def test_a_parameter_far_out_moves_in_units_of_its_own_size():
