@@ -132,7 +132,7 @@ class _Search:
 # %% ../nbs/08_optimisers.ipynb #a014
 PAIRS = 30          # (s, y) that are kept
 FIRST_STEP = 1 / 8  # its length, in units of the parameters
-REACH = 10          # how far down the first search may go
+REACH = 10          # how far down the first search may go, on a logarithmic scale
 
 
 def _from_here(search, steps, tolerance):
@@ -141,7 +141,8 @@ def _from_here(search, steps, tolerance):
     units = FIRST_STEP * 2 ** np.floor(np.log2(abs(v).clip(1)))
     # SciPy's first step with bounds is no longer than the slope.
     bounded = first and np.linalg.norm(units * gradient) > 1
-    bounds = Bounds((v - REACH) / units, np.inf) if bounded else None
+    lowest = np.minimum(v, np.log(v.clip(1))) - REACH
+    bounds = Bounds(lowest / units, np.inf) if bounded else None
 
     def scaled(z):
         value, gradient = search.evaluate(units * z)

@@ -827,15 +827,18 @@ def test_lbfgs_never_calls_a_wall_a_result(data):
         assert result.history.objective[-1] == result.history.objective.max()
 
 
-def test_a_small_noise_variance_is_found_and_not_lost():
-    "A noise variance that a long step makes next to nothing has no slope left to come back by: 163.4, 1e-149."
+@pytest.mark.parametrize("unit", [1.0, 100.0, 1000.0])
+def test_a_small_noise_variance_is_found_and_not_lost_in_any_unit(unit):
+    "Without a bound it gets lost (163.4, 1e-149); with one at ten below a large v, the signal does (50.3, 8e-3)."
     rng = np.random.default_rng(0)
     X = rng.normal(size=(80, 4))
     X = (X - X.mean(0)) / X.std(0)
     y = np.exp(1.5 * X[:, 0]) * (1 + 0.1 * X[:, 1])
     y = (y - y.mean()) / y.std() + 0.005 * rng.normal(size=80)
-    result = fit(Exact(GP(Matern52(np.ones(4)), Gaussian(0.1))), (X, y), progress=False)
-    assert result.history.objective[-1] > 210 and 1e-6 < result.approx.model.likelihood.variance.value < 1e-4
+    start = Exact(GP(Matern52(unit * np.ones(4), unit**2), Gaussian(0.1 * unit**2)))
+    result = fit(start, (unit * X, unit * y), progress=False)
+    assert result.history.objective[-1] + 80 * np.log(unit) > 210
+    assert 1e-6 < result.approx.model.likelihood.variance.value / unit**2 < 1e-4
 
 
 @pytest.mark.parametrize("outlier", [1e4, 1e8, 1e12])
