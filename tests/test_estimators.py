@@ -134,7 +134,7 @@ def test_y_that_is_no_number_is_shown():
 
 
 def test_of_several_starts_the_best_is_kept():
-    slow = gpt.RBF([20.0, 20.0])       # from here one climb takes the sine for noise
+    slow = gpt.RBF([100.0, 100.0])     # from here one climb takes the sine for noise
     once, several = (GPRegressor(slow, restarts=n, random_state=0).fit(X, y) for n in (1, 4))
     ends, best = several.result_.restarts, several.result_.history.objective[-1]
     assert once.result_.restarts is None and ends.shape == (4,)
