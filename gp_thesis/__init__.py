@@ -12,39 +12,60 @@ Importing this package leaves JAX's configuration as it is and loads no notebook
 plotting library.
 """
 
+import gc as _gc
 import json as _json
 import sys as _sys
+from contextlib import contextmanager as _contextmanager
 from importlib import import_module as _import_module
 from operator import attrgetter as _attrgetter
 from pathlib import Path as _Path
 
-import equinox as _eqx
 
-from .checkpoints import load, save
-from .ep import EP, GFITC, PowerEP, SparseMeanField, WeakBound, weak_bound
-from .exact import (
-    GP, Approximation, Exact, ExactPosterior, GaussianPosterior, Posterior)
-from .fitting import Fit, fit
-from .inducing import (
-    GaussianWindow, InducingPoints, InducingPosterior, InducingVariables, Wavelet)
-from .kernels import (
-    RBF, Constant, ConstantMean, Coregion, Cosine, Exponential, IdentityMean,
-    Independent, Kernel, Linear, LinearMean, Matern12, Matern32, Matern52, Mean,
-    Periodic, Polynomial, Process, Product, RationalQuadratic, Sum, White, Wiener, Zero,
-    sample_prior)
-from .likelihoods import (
-    Bernoulli, Beta, Binomial, Gamma, Gaussian, Heteroscedastic, Likelihood,
-    NegativeBinomial, Ordinal, Poisson, RobustMax, Softmax, StudentT)
-from .linalg import kept_memory, nan_on_failure, one_blas_thread
-from .parameters import (
-    Parameter, cast, free, freeze, log_prior, log_prior_unconstrained,
-    lower_triangular, partition, positive, unfreeze, unit_interval, unwrap)
-from .sparse import (
-    DTC, FITC, PITC, VFE, EvidenceInterval, PowerEPRegression, Statistics,
-    uncollapsed_bound)
-from .svgp import SVGP, VariationalGaussian, adadelta, kmeans_centres, natural_gradient
-from .tied_factors import ApproximatePowerEP
-from .variational import VGP, MeanField, PointPosterior, WhitenedVGP
+@_contextmanager
+def _no_search_for_garbage():
+    """While modules load, which are none: a fifth of the time of an import.
+    They count as old at the end, for the collector to pass over."""
+    collecting, frozen = _gc.isenabled(), _gc.get_freeze_count()
+    _gc.disable()
+    try:
+        yield
+    finally:
+        if not frozen:
+            _gc.freeze(), _gc.unfreeze()
+        if collecting:
+            _gc.enable()
+
+
+with _no_search_for_garbage():
+    import equinox as _eqx
+
+    from .checkpoints import load, save
+    from .ep import EP, GFITC, PowerEP, SparseMeanField, WeakBound, weak_bound
+    from .exact import (
+        GP, Approximation, Exact, ExactPosterior, GaussianPosterior, Posterior)
+    from .fitting import Fit, fit
+    from .inducing import (
+        GaussianWindow, InducingPoints, InducingPosterior, InducingVariables,
+        Wavelet)
+    from .kernels import (
+        RBF, Constant, ConstantMean, Coregion, Cosine, Exponential, IdentityMean,
+        Independent, Kernel, Linear, LinearMean, Matern12, Matern32, Matern52, Mean,
+        Periodic, Polynomial, Process, Product, RationalQuadratic, Sum, White,
+        Wiener, Zero, sample_prior)
+    from .likelihoods import (
+        Bernoulli, Beta, Binomial, Gamma, Gaussian, Heteroscedastic, Likelihood,
+        NegativeBinomial, Ordinal, Poisson, RobustMax, Softmax, StudentT)
+    from .linalg import kept_memory, nan_on_failure, one_blas_thread
+    from .parameters import (
+        Parameter, cast, free, freeze, log_prior, log_prior_unconstrained,
+        lower_triangular, partition, positive, unfreeze, unit_interval, unwrap)
+    from .sparse import (
+        DTC, FITC, PITC, VFE, EvidenceInterval, PowerEPRegression, Statistics,
+        uncollapsed_bound)
+    from .svgp import (
+        SVGP, VariationalGaussian, adadelta, kmeans_centres, natural_gradient)
+    from .tied_factors import ApproximatePowerEP
+    from .variational import VGP, MeanField, PointPosterior, WhitenedVGP
 
 
 def _explain():

@@ -44,7 +44,7 @@ def trees(path):
 def homes():
     "The module that each public name of the package comes from; a module comes from itself."
     tree = ast.parse((TOP / "gp_thesis" / "__init__.py").read_text())
-    names = {alias.asname or alias.name: node.module for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    names = {alias.asname or alias.name: node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
     return names | {name: name for path in NOTEBOOKS if (name := module(path))}
 
 

@@ -36,8 +36,8 @@ assert not changed, changed
 """
 
 
-def python(code, top):
-    return subprocess.run([sys.executable, "-c", code], cwd=top, capture_output=True, text=True)
+def python(code, top, *arguments):
+    return subprocess.run([sys.executable, "-c", code, *arguments], cwd=top, capture_output=True, text=True)
 
 
 def distribution(line):
@@ -73,6 +73,31 @@ def closure(names):
 
 def test_import_leaves_jax_configuration_alone(top):
     done = python(CONFIGURATION, top)
+    assert done.returncode == 0, done.stderr
+
+
+COLLECTOR = """
+import gc, sys
+if sys.argv[1] == "off":
+    gc.disable()
+if sys.argv[1] == "frozen":
+    gc.freeze()
+before, phases = (gc.isenabled(), gc.get_freeze_count()), []
+watch = lambda phase, about: phases.append(phase)
+gc.callbacks.append(watch)
+import gp_thesis
+gc.callbacks.remove(watch)
+assert len(phases) < 60, len(phases)  # begin and end of each; 800 without care
+assert gc.isenabled() == before[0] and (gc.get_freeze_count() > 0) == (before[1] > 0)
+class Ring: ...
+ring = Ring(); ring.ring = ring; del ring
+assert gc.collect() > 0
+"""
+
+
+@pytest.mark.parametrize("state", ["on", "off", "frozen"])
+def test_import_looks_for_no_garbage_and_leaves_the_collector_as_it_was(top, state):
+    done = python(COLLECTOR, top, state)
     assert done.returncode == 0, done.stderr
 
 
