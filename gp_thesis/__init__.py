@@ -23,7 +23,7 @@ from pathlib import Path as _Path
 
 @_contextmanager
 def _no_search_for_garbage():
-    """While modules load, which are none: a fifth of the time of an import.
+    """While modules load, which are none: a sixth of the time of an import.
     They count as old at the end, for the collector to pass over."""
     collecting, frozen = _gc.isenabled(), _gc.get_freeze_count()
     _gc.disable()
