@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['REASONS', 'RUNNING', 'TAKEN', 'SETTLED', 'FLAT', 'NOT_FINITE', 'STOPPED', 'RAN_OUT', 'INTERRUPTED', 'NO_BETTER',
-           'WALLED', 'PAIRS', 'FIRST_STEP', 'REACH', 'WINDOW', 'loss_and_gradient', 'end_to_end', 'cut_like',
-           'slope_in_units', 'steepness', 'lbfgs', 'not_finite', 'failure', 'State', 'initial_state', 'descend']
+           'WALLED', 'PAIRS', 'FIRST_STEP', 'REACH', 'FIRST_LOOK', 'ROOT', 'WINDOW', 'loss_and_gradient', 'end_to_end',
+           'cut_like', 'positive_entries', 'slope_in_units', 'steepness', 'lbfgs', 'not_finite', 'failure', 'State',
+           'initial_state', 'descend']
 
 # %% ../nbs/08_optimisers.ipynb #a004
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from jaxtyping import Array, ArrayLike, PyTree
 from scipy.optimize import Bounds, OptimizeResult, minimize
 
 from .linalg import nan_on_failure, quick_jit
+from .parameters import is_parameter, is_positive
 
 # %% ../nbs/08_optimisers.ipynb #a014b
 @quick_jit
@@ -51,6 +53,16 @@ def cut_like(
     return structure.unflatten(
         jax.device_put(np.array(part, leaf.dtype).reshape(leaf.shape))
         for part, leaf in zip(parts, leaves))
+
+
+def positive_entries(
+    tree: PyTree,  # Of n numbers
+) -> np.ndarray:  # (n,)
+    "Of the numbers end to end, whether each belongs to a positive parameter."
+    nodes = jax.tree.leaves(tree, is_leaf=is_parameter)
+    kinds = [is_parameter(node) and is_positive(node) for node in nodes]
+    sizes = [sum(map(np.size, jax.tree.leaves(node))) for node in nodes]
+    return np.repeat(np.array(kinds, bool), sizes)
 
 # %% ../nbs/08_optimisers.ipynb #a013
 REASONS = ("running", "all steps were taken", "the objective settled",
@@ -96,8 +108,9 @@ def _promises_more(first, point, tolerance):
 class _Search:
     "What SciPy calls: a function with walls, and the record of its steps."
 
-    def __init__(self, function, record, tolerance):
+    def __init__(self, function, record, tolerance, positive):
         self.function, self.record, self.tolerance = function, record, tolerance
+        self.positive, self.grown = positive, False  # which entries are; if one has
         self.trial = self.point = None    # place, value and gradient, if finite
         self.met = self.walled = self.flat = False  # a wall now, before; no slope left
         self.count, self.ended = -1, False          # of steps; whether `step` said so
@@ -129,29 +142,53 @@ class _Search:
         self.ended = True
         raise StopIteration
 
-# %% ../nbs/08_optimisers.ipynb #a014
+# %% ../nbs/08_optimisers.ipynb #a014p
 PAIRS = 30          # (s, y) that are kept
 FIRST_STEP = 1 / 8  # its length, in units of the parameters
 REACH = 10          # how far down the first search may go, on a logarithmic scale
+FIRST_LOOK = 20     # its steps, if a positive parameter has doubled by then
+ROOT = 4            # of @eq-root
 
 
+def _root(v, bent):
+    "The place on the scale of @eq-root for the entries that are bent."
+    return np.where(bent & (v > 1), 1 + ROOT * (v.clip(1) ** (1 / ROOT) - 1), v)
+
+
+def _power(z, bent):
+    "The inverse of `_root`, and its slope."
+    r = np.where(bent, 1 + (z.clip(1) - 1) / ROOT, 1.0)
+    return np.where(r > 1, r**ROOT, z), r ** (ROOT - 1)
+
+# %% ../nbs/08_optimisers.ipynb #a014
 def _from_here(search, steps, tolerance):
     "SciPy's L-BFGS-B from the search's point, whose first step has length one."
     (v, _, gradient), first = search.point, search.count == 0
-    units = FIRST_STEP * 2 ** np.floor(np.log2(abs(v).clip(1)))
+    bent = search.positive & (not first)
+    z = _root(v, bent)
+    units = FIRST_STEP * 2 ** np.floor(np.log2(abs(z).clip(1)))
     # SciPy's first step with bounds is no longer than the slope.
     bounded = first and np.linalg.norm(units * gradient) > 1
     lowest = np.minimum(v, np.log(v.clip(1))) - REACH
     bounds = Bounds(lowest / units, np.inf) if bounded else None
 
     def scaled(z):
-        value, gradient = search.evaluate(units * z)
-        return value, units * gradient
+        v, slope = _power(units * z, bent)
+        value, gradient = search.evaluate(v)
+        return value, units * slope * gradient
+
+    def step(intermediate_result=None):
+        search.step()
+        grown = np.any(search.positive & (search.point[0] > 2 * v.clip(1)))
+        search.grown = first and search.count >= FIRST_LOOK and grown
+        if search.grown:
+            raise StopIteration
 
     options = dict(maxcor=PAIRS, maxiter=steps, maxfun=30 * steps + 30,
                    ftol=tolerance, gtol=0)
-    return minimize(scaled, v / units, jac=True, method="L-BFGS-B", bounds=bounds,
-                    callback=search.step, options=options)
+    return minimize(scaled, z / units, jac=True, method="L-BFGS-B", bounds=bounds,
+                    callback=step, options=options)
+
 
 # %% ../nbs/08_optimisers.ipynb #a014e
 def lbfgs(
@@ -167,7 +204,7 @@ def lbfgs(
     `point()` is the tree. If the start is a wall, the reason is NOT_FINITE."""
     function = lambda v: loss_and_gradient(loss, cut_like(start, v), *arguments)
     reach = lambda v, value: record(lambda: cut_like(start, v), value)
-    search = _Search(function, reach, tolerance)
+    search = _Search(function, reach, tolerance, positive_entries(start))
     result, more = OptimizeResult(success=False, status=99), True
     try:
         search.evaluate(end_to_end(start))
@@ -177,7 +214,8 @@ def lbfgs(
             ended = _from_here(search, steps - taken, tolerance)
             result = ended if search.count > taken else result
             more = not search.ended and search.count < steps
-            more = more and _promises_more(first, search.point, tolerance)
+            rest = search.grown or _promises_more(first, search.point, tolerance)
+            more = more and rest
     except StopIteration:
         pass
     if search.point is None:

@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['LOWER_CHOLESKY', 'CORNER', 'positive', 'unit_interval', 'lower_triangular', 'free', 'freeze', 'unfreeze', 'cast',
            'partition', 'Parameter', 'Fixed', 'is_frozen', 'parameter', 'as_float', 'fill_triangle', 'read_triangle',
-           'is_parameter', 'log_prior', 'log_prior_unconstrained', 'in_widest_dtype', 'suggesting', 'Suggesting']
+           'is_parameter', 'is_positive', 'log_prior', 'log_prior_unconstrained', 'in_widest_dtype', 'suggesting',
+           'Suggesting']
 
 # %% ../nbs/01_parameters.ipynb #c005
 import difflib
@@ -258,6 +259,13 @@ def is_parameter(
 ) -> bool:
     "Whether `x` is a `Parameter`."
     return isinstance(x, Parameter)
+
+
+def is_positive(
+    p: Parameter,  # Of any kind
+) -> bool:
+    "Whether p was made by `positive`."
+    return p.constraint is constraints.softplus_positive
 
 
 def freeze(

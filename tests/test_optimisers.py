@@ -7,7 +7,10 @@ import optax
 import pytest
 
 from gp_thesis import optimisers as why
-from gp_thesis.optimisers import REACH, _from_here, _Search, _wall, cut_like, descend, end_to_end, failure, initial_state, lbfgs
+from gp_thesis.kernels import RBF
+from gp_thesis.optimisers import (
+    FIRST_LOOK, REACH, _from_here, _power, _root, _Search, _wall, cut_like, descend, end_to_end, failure, initial_state, lbfgs, positive_entries)
+from gp_thesis.parameters import free, partition, positive, unwrap
 
 
 def minimise(loss, start, steps=200, tolerance=1e-12, **stop):
@@ -63,7 +66,7 @@ def test_the_first_step_is_an_eighth_long_whatever_the_scales():
     for scale in (1e-6, 1.0, 1e6):
         places = []
         function = lambda v: (places.append(v.copy()), (scale * np.sum((v - 3) ** 2), 2 * scale * (v - 3)))[1]
-        search = _Search(function, lambda point, value: False, 1e-12)
+        search = _Search(function, lambda point, value: False, 1e-12, np.zeros(2, bool))
         search.evaluate(np.array([0.3, -1.7]))
         search.step()
         _from_here(search, 1, 1e-12)
@@ -84,6 +87,45 @@ def test_a_parameter_far_out_moves_in_units_of_its_own_size():
     loss = lambda v: 500 + 0.1 * (jnp.log(v[0]) - 11) ** 2 + 0.5 * jnp.sum(curvature * (v[1:] - 1) ** 2)  # smallest at 59874
     reason, path = minimise(loss, np.array([3000.0] + [0.0] * 5), tolerance=1e-9)
     assert reason in (why.SETTLED, why.FLAT) and path[-1][1] < 500 + 1e-6                        # one unit for all: 500.9, at 3000
+
+
+def test_the_scale_of_roots_is_smooth_where_it_begins_and_has_the_slope_that_is_said():
+    v = np.array([-20.0, -1.0, 0.5, 1.0, 1.0 + 1e-9, 2.0, 100.0, 1e12])
+    for bent in (np.ones(8, bool), np.zeros(8, bool), np.arange(8) % 2 == 0):
+        z = _root(v, bent)
+        back, slope = _power(z, bent)
+        assert np.allclose(back, v, rtol=1e-14) and np.array_equal(z[~bent | (v <= 1)], v[~bent | (v <= 1)])
+        assert np.array_equal(slope[~bent | (v <= 1)], np.ones(np.sum(~bent | (v <= 1))))
+        h = 1e-4 * abs(z).clip(1)
+        assert np.allclose((_power(z + h, bent)[0] - _power(z - h, bent)[0]) / (2 * h), slope, rtol=1e-4)
+
+
+def test_which_numbers_stand_for_positive_ones_end_to_end():
+    tree = {"a": free(np.zeros((2, 3))), "kernel": RBF(np.ones(3), 2.0), "plain": jnp.ones(2), "z": positive(np.ones((2, 2)))}
+    trainable, _ = partition(tree)
+    found = positive_entries(trainable)
+    assert found.dtype == bool and found.shape == end_to_end(trainable).shape
+    assert found.tolist() == [False] * 6 + [True] * 4 + [False] * 2 + [True] * 4
+    assert positive_entries({}).shape == (0,)
+
+
+def test_long_lengthscales_are_reached_in_fewer_steps_than_numbers_of_the_same_size():
+    size = jnp.exp(jnp.linspace(4, 9, 60))
+    valley = lambda theta: 100 + jnp.sum((jnp.log1p(theta) - jnp.log1p(size)) ** 2)
+
+    def way(start, loss, most=1000):
+        path = []
+        reason = lbfgs(loss, start, (), lambda point, value: path.append((point(), value)), most, 1e-9)
+        return reason, path
+
+    plain = way(jnp.ones(60), lambda v: valley(jax.nn.softplus(v)))
+    bent = way(positive(np.log1p(np.e) * np.ones(60)), lambda tree: valley(unwrap(tree)))
+    assert all(reason in (why.SETTLED, why.FLAT) for reason, _ in (plain, bent))
+    assert bent[1][-1][1] < 100 + 1e-5 and np.allclose(unwrap(bent[1][-1][0]), size, rtol=0.01)
+    assert len(bent[1]) < 0.5 * len(plain[1]), (len(bent[1]), len(plain[1]))
+    values = [[value for _, value in path[:FIRST_LOOK + 1]] for _, path in (plain, bent)]
+    assert np.allclose(*values, rtol=1e-9)                                  # the first look is the same
+    assert [len(path) for _, path in (way(positive(np.ones(60)), lambda tree: valley(unwrap(tree)), FIRST_LOOK),)] == [FIRST_LOOK + 1]
 
 
 def test_with_a_pair_for_each_parameter_the_way_is_shorter_than_with_scipys_ten():
