@@ -27,9 +27,8 @@ from .checkpoints import (
     Checkpoints, fingerprint, identity, last_whole, named, revived)
 from .linalg import kept_memory, one_blas_thread, quick_jit
 from .optimisers import State, descend, failure, initial_state, lbfgs
-from gp_thesis.parameters import (
-    Parameter, is_frozen, is_parameter, is_positive, log_prior, partition, suggesting,
-    unwrap)
+from .parameters import Parameter, is_frozen, is_parameter, is_positive
+from .parameters import log_prior, partition, suggesting, unwrap
 
 # %% ../nbs/14_fitting.ipynb #c006
 def negative_objective(

@@ -146,7 +146,7 @@ class _Search:
 PAIRS = 30          # (s, y) that are kept
 FIRST_STEP = 1 / 8  # its length, in units of the parameters
 REACH = 10          # how far down the first search may go, on a logarithmic scale
-FIRST_LOOK = 20     # its steps, if a positive parameter has doubled by then
+FIRST_LOOK = 20     # steps of the first search before it may hand over
 ROOT = 4            # of @eq-root
 
 
@@ -189,7 +189,6 @@ def _from_here(search, steps, tolerance):
     return minimize(scaled, z / units, jac=True, method="L-BFGS-B", bounds=bounds,
                     callback=step, options=options)
 
-
 # %% ../nbs/08_optimisers.ipynb #a014e
 def lbfgs(
     loss: Callable,  # loss(tree, *arguments), a scalar, or not finite
@@ -214,8 +213,8 @@ def lbfgs(
             ended = _from_here(search, steps - taken, tolerance)
             result = ended if search.count > taken else result
             more = not search.ended and search.count < steps
-            rest = search.grown or _promises_more(first, search.point, tolerance)
-            more = more and rest
+            promising = _promises_more(first, search.point, tolerance)
+            more = more and (search.grown or promising)
     except StopIteration:
         pass
     if search.point is None:
