@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['QUICK', 'DRAFT', 'FEW', 'WHOLE', 'JITTER', 'precise', 'one_at_a_time', 'solve_lower', 'solve_upper', 'add_diagonal',
            'one_blas_thread', 'kept_memory', 'quick_jit', 'draft_jit', 'times_tangent', 'times', 'factor_or_nan', 'phi',
-           'relative_tangent', 'cholesky_or_nan', 'nan_on_failure', 'fails_with_nan', 'cholesky', 'inverse_lower',
-           'lower_gram', 'inverses', 'log_density', 'log_determinant', 'woodbury_solve', 'low_rank_log_determinant',
-           'cholesky_reverse_unblocked', 'cholesky_reverse_blocked']
+           'relative_tangent', 'cholesky_or_nan', 'nan_on_failure', 'fails_with_nan', 'cholesky', 'lower_times',
+           'times_lower', 'inverse_lower', 'lower_gram', 'inverses', 'log_density', 'log_determinant', 'woodbury_solve',
+           'low_rank_log_determinant', 'cholesky_reverse_unblocked', 'cholesky_reverse_blocked']
 
 # %% ../nbs/02_linalg.ipynb #c005
 import ctypes
@@ -54,15 +54,22 @@ def one_at_a_time(function):
     return alone
 
 # %% ../nbs/02_linalg.ipynb #c008a
+def _triangular(L, B, back):
+    "L⁻¹ B or, back, L⁻ᵀ B. Transposes are in LAPACK's memory order: nothing is copied."
+    if B.shape[1] == 1:  # one column is in both orders, and sooner done as it is
+        return lax.linalg.triangular_solve(
+            L.T, B, left_side=True, transpose_a=not back)
+    return lax.linalg.triangular_solve(L.T, B.T, transpose_a=back).T
+
+
 @one_at_a_time
 def _substitute(L, B):
-    # As the transpose of an upper triangle, which is LAPACK's memory order.
-    return lax.linalg.triangular_solve(L.T, B, left_side=True, transpose_a=True)
+    return _triangular(L, B, back=False)
 
 
 @one_at_a_time
 def _substitute_back(L, B):
-    return lax.linalg.triangular_solve(L.T, B, left_side=True)
+    return _triangular(L, B, back=True)
 
 
 def _solve(product, L, B, solve, transpose_solve):
@@ -328,9 +335,9 @@ def _by_blocks(K):
     size = -(-N // (4 if N <= 4 * WHOLE else 8))
     for j in range(0, N, size):
         k = min(j + size, N)
-        S = K[j:, j:k] - L[j:, :j] @ L[j:k, :j].T
-        D, S = _lapack(S[:k - j]), S[k - j:]
-        C = _substitute(D, S.T).T
+        S_T = K[j:k, j:] - L[j:k, :j] @ L[j:, :j].T
+        D = _lapack(S_T[:, :k - j])
+        C = _substitute(D, S_T[:, k - j:]).T
         L = L.at[j:k, j:k].set(D).at[k:, j:k].set(C)
     return L
 
@@ -462,6 +469,27 @@ def _cholesky_or_error_jvp(message, primals, tangents):
     L = _cholesky_or_error(*primals, message)
     return L, _slope(L, primals, tangents)
 
+# %% ../nbs/02_linalg.ipynb #c021a
+@precise
+def lower_times(
+    L: Array,  # (M, M), lower triangular
+    B: Array,  # (M, P)
+) -> Array:  # (M, P)
+    "L B, without a quarter of L that is zero."
+    half = len(L) // 2
+    return jnp.concatenate([L[:half, :half] @ B[:half], L[half:] @ B])
+
+
+@precise
+def times_lower(
+    B: Array,  # (P, M)
+    L: Array,  # (M, M), lower triangular
+) -> Array:  # (P, M)
+    "B L, without a quarter of L that is zero."
+    half = len(L) // 2
+    return jnp.concatenate(
+        [B @ L[:, :half], B[:, half:] @ L[half:, half:]], axis=1)
+
 # %% ../nbs/02_linalg.ipynb #c022
 @one_at_a_time
 def _invert(L):
@@ -475,8 +503,10 @@ def _by_halves(L, X, a, b, whole):
         return X.at[a:b, a:b].set(_invert(L[a:b, a:b]))
     m = -(-(a + b) // 2)
     X = _by_halves(L, _by_halves(L, X, a, m, whole), m, b, whole)
-    below = L[m:b, a:m] @ X[a:m, a:m]
-    return X.at[m:b, a:m].set(-X[m:b, m:b] @ below)
+    X_1, B, X_2 = X[a:m, a:m], L[m:b, a:m], X[m:b, m:b]
+    large = b - a > 2 * whole
+    below = lower_times(X_2, times_lower(B, X_1)) if large else X_2 @ (B @ X_1)
+    return X.at[m:b, a:m].set(-below)
 
 
 @jax.custom_jvp
@@ -508,9 +538,10 @@ def lower_gram(
     size = N if N <= WHOLE // 2 else -(-N // 4)
     for i in range(0, N, size):  # @eq-inverse-panels
         k = min(i + size, N)
-        panel = lax.optimization_barrier(X[i:, i:k].T)
-        G = G.at[i:k, :k].set(panel @ X[i:, :k])
-    return jnp.tril(G) + jnp.tril(G, -1).T
+        rows = lax.optimization_barrier(X[i:, i:k].T) @ X[i:, :k]
+        G = lax.dynamic_update_slice(G, rows, (i, 0))
+        G = lax.dynamic_update_slice(G, rows[:, :i].T, (0, i))
+    return G
 
 
 @lower_gram.defjvp

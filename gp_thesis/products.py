@@ -19,8 +19,8 @@ from jax.scipy.sparse.linalg import bicgstab
 from jaxtyping import Array
 
 from .linalg import (
-    cholesky, inverse_lower, inverses, log_determinant, precise, relative_tangent,
-    solve_lower, times, times_tangent)
+    cholesky, inverse_lower, inverses, log_determinant, lower_times, precise,
+    relative_tangent, solve_lower, times, times_tangent)
 
 # %% ../nbs/06_products.ipynb #c008
 class Projection(NamedTuple):
@@ -71,16 +71,10 @@ def solve(
     corrected: bool = True,  # Whether to spend two more products, @eq-refinement-step
 ) -> Array:  # (M, N)
     "A = L⁻¹ Kuf by products with the inverse."
-    A = _lower_times(factor.inverse, Kuf)
+    A = lower_times(factor.inverse, Kuf)
     if not corrected:
         return A
-    return A + _lower_times(factor.inverse, Kuf - _lower_times(factor.L, A))
-
-
-def _lower_times(L, B):
-    "L B of a lower triangle, without a quarter of it that is zero."
-    half = len(L) // 2
-    return jnp.concatenate([L[:half, :half] @ B[:half], L[half:] @ B])
+    return A + lower_times(factor.inverse, Kuf - lower_times(factor.L, A))
 
 
 @solve.defjvp
@@ -88,7 +82,7 @@ def _lower_times(L, B):
 def _solve_jvp(corrected, primals, tangents):
     (factor, Kuf), (d_factor, dK) = primals, tangents
     A = solve(factor, Kuf, corrected)
-    F = dK - _lower_times(d_factor.L, A)
+    F = dK - lower_times(d_factor.L, A)
     return A, times_tangent(factor.inverse, F)  # @eq-solve-derivative
 
 # %% ../nbs/06_products.ipynb #c013
@@ -125,7 +119,7 @@ def projected_gram(
 def _projected_gram_jvp(corrected, primals, tangents):
     (factor, Kuf, R), (d_factor, dK, dR) = primals, tangents
     A = solve(factor, Kuf, corrected)
-    F = dK - _lower_times(d_factor.L, A)
+    F = dK - lower_times(d_factor.L, A)
     X = factor.inverse @ (F @ A.T)  # in reverse (L⁻ᵀ C̄) A
     slopes = X + X.T, factor.inverse @ (F @ R) + A @ dR
     return projected_gram(*primals, corrected), slopes  # @eq-projected-gram

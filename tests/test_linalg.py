@@ -115,8 +115,16 @@ def test_large_matrices_go_block_by_block(n, monkeypatch):
     K = spd(n)
     L = np.linalg.cholesky(K)
     assert np.allclose(jax.jit(linalg.factor_or_nan)(K), L, rtol=0, atol=1e-13)
+    assert np.allclose(jax.jit(linalg.factor_or_nan)(np.triu(K) + np.tril(np.full_like(K, np.nan), -1)), L, rtol=0, atol=1e-13)
     assert np.isnan(jax.jit(linalg.factor_or_nan)(K - 3 * np.diag(np.arange(n) == n - 1))).any()
     assert np.allclose(inverses(L)[0], np.linalg.inv(L), atol=1e-10) and np.allclose(inverses(L)[1], np.linalg.inv(K), atol=1e-10)
+
+
+@pytest.mark.parametrize("n", [1, 2, 7])
+def test_products_with_a_triangle_leave_out_nothing_but_zeros(n):
+    L, B = np.tril(rng.normal(size=(n, n))), rng.normal(size=(n, 3))
+    half = np.where((np.arange(n)[:, None] < n // 2) & (np.arange(n) >= n // 2), np.nan, L)    # which is not looked at
+    assert np.allclose(linalg.lower_times(half, B), L @ B) and np.allclose(linalg.times_lower(B.T, half), B.T @ L)
 
 
 @pytest.mark.parametrize("function", [cholesky, inverse_lower, lambda L: solve_lower(L, L), lambda L: solve_upper(L, L)],
