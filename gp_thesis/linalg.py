@@ -71,7 +71,7 @@ def _substitute(L, B):
 def _substitute_back(L, B):
     return _triangular(L, B, back=True)
 
-
+# %% ../nbs/02_linalg.ipynb #c008c
 def _solve(product, L, B, solve, transpose_solve):
     columns = B.reshape(len(L), -1)
     solved = lax.custom_linear_solve(
