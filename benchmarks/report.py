@@ -65,6 +65,7 @@ def recorded(name: str) -> dict:
 
 def write(name: str, contents: dict) -> None:
     "results/NAME.json, with the date and the machine."
-    RESULTS.mkdir(exist_ok=True)
-    contents = {"benchmark": name, "date": date.today().isoformat(), "machine": facts(), **contents}
-    (RESULTS / f"{name}.json").write_text(json.dumps(contents, indent=1) + "\n")
+    file = RESULTS / f"{name}.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    contents = {"benchmark": file.stem, "date": date.today().isoformat(), "machine": facts(), **contents}
+    file.write_text(json.dumps(contents, indent=1) + "\n")

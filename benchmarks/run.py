@@ -84,7 +84,7 @@ def time_benchmark(name: str, options) -> list[str]:
         wrong += disagreements(rows, dtype, benchmark.tolerance)
         wrong += [f"{OURS} {dtype}: {failures[OURS]}"] if OURS in failures else []
     if options.write:
-        write(name, {"title": benchmark.title, "wanted_ratio": benchmark.wanted, **results})
+        write(str(Path(options.folder, name)), {"title": benchmark.title, "wanted_ratio": benchmark.wanted, **results})
     return wrong
 
 
@@ -105,7 +105,7 @@ def measure_memory(options) -> list[str]:
         wrong += [f"memory, {name}: {measured['peak']:.2f} GiB"] if measured["peak"] > limit else []
         found[name] = {"limit": limit, **measured}
     if options.write:
-        write("memory", found)
+        write(str(Path(options.folder, "memory")), found)
     return wrong
 
 
@@ -116,6 +116,7 @@ def main() -> int:
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
     parser.add_argument("--rounds", type=int, default=3, help="turns that each library has")
     parser.add_argument("--patience", type=float, default=120.0, help="seconds, in all, to wait for a quiet machine")
+    parser.add_argument("--folder", default="", help="within results/, for another kind of machine, such as intel")
     parser.add_argument("--no-write", dest="write", action="store_false", help="leave results/ alone")
     options = parser.parse_args()
     names = options.names or [*BENCHMARKS, "memory"]
