@@ -301,7 +301,8 @@ def test_reverse_mode_cholesky(n, block):
 def test_small_helpers():
     K, B = spd(5), rng.normal(size=(5, 2))
     L = np.linalg.cholesky(K)
-    assert np.allclose(L @ np.asarray(solve_lower(L, B)), B) and np.allclose(L.T @ np.asarray(solve_upper(L, B[:, 0])), B[:, 0])
+    for right in (B, B[:, 0]):
+        assert np.allclose(L @ np.asarray(solve_lower(L, right)), right) and np.allclose(L.T @ np.asarray(solve_upper(L, right)), right)
     assert np.isclose(log_determinant(L), np.linalg.slogdet(K)[1])
     assert np.allclose(add_diagonal(K, np.arange(5.0)), K + np.diag(np.arange(5.0)))
 
