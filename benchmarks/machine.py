@@ -4,6 +4,7 @@ import os
 import platform
 import re
 import resource
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -24,6 +25,12 @@ def facts() -> dict:
 def in_words() -> str:
     "The processor, as a line above a table."
     return "{processor}, {cores} cores, {system}".format(**facts())
+
+
+def gpu_in_words() -> str:
+    "The first GPU and its driver, as nvidia-smi has them."
+    asked = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.splitlines()[0]
 
 
 def busy_seconds() -> float:

@@ -2,6 +2,7 @@
 
     python benchmarks/run.py                 # every benchmark
     python benchmarks/run.py exact --libraries gpflow gp_thesis --dtypes float64 --rounds 1 --no-write
+    python benchmarks/run.py --gpu --folder h100
 
 Exit status 1 where libraries disagree, ours fails, or memory is over its limit; a failing peer is only reported."""
 
@@ -13,7 +14,7 @@ import sys
 from pathlib import Path
 from statistics import median
 
-from machine import in_words, wait_for_quiet
+from machine import facts, gpu_in_words, in_words, wait_for_quiet
 from problems import BENCHMARKS
 from report import OURS, compare, disagreements, show, speed_ratio, write
 
@@ -21,7 +22,8 @@ LIBRARIES = ("gpflow", "gpytorch", "gpjax", "sklearn", OURS)
 DTYPES = ("float64", "float32")
 CORES = 2
 MEMORY = {"exact": (10_000, 6.0), "streamed": (1_000_000, 2.0), "stochastic": (1_000_000, 1.0), "steps": (1_000_000, 1.0)}  # rows and the limit in GiB
-ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "3"}
+ENVIRONMENT = {"TF_CPP_MIN_LOG_LEVEL": "3"}
+NO_GPU = {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
 
 
 def two_cores() -> None:
@@ -30,10 +32,11 @@ def two_cores() -> None:
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
 
 
-def in_process(script: str, *arguments) -> dict:
+def in_process(script: str, *arguments, gpu: bool = False) -> dict:
     "The JSON on the last line that `script` prints; the last line of its errors under `error` if it fails."
+    environment, limit = ({}, None) if gpu else (NO_GPU, two_cores)
     command = [sys.executable, Path(__file__).with_name(script), *map(str, arguments)]
-    done = subprocess.run(command, env=os.environ | ENVIRONMENT, capture_output=True, text=True, preexec_fn=two_cores)
+    done = subprocess.run(command, env=os.environ | ENVIRONMENT | environment, capture_output=True, text=True, preexec_fn=limit)
     if done.returncode:
         return {"error": (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]}
     return json.loads(done.stdout.strip().splitlines()[-1])
@@ -45,7 +48,7 @@ def take_turns(name: str, dtype: str, options) -> tuple[dict[str, dict], dict[st
     for _ in range(options.rounds):
         for library in [x for x in options.libraries if x not in failures and x not in absent]:
             options.patience -= wait_for_quiet(options.patience)
-            measured = in_process("worker.py", name, library, dtype, BENCHMARKS[name].repetitions)
+            measured = in_process("worker.py", name, library, dtype, BENCHMARKS[name].repetitions, gpu=options.gpu)
             if "error" in measured:
                 failures[library] = measured["error"]
             elif "absent" in measured:
@@ -73,7 +76,8 @@ def row(rounds: list[dict]) -> dict:
 def time_benchmark(name: str, options) -> list[str]:
     "Time, show and write one benchmark; what went wrong comes back as sentences."
     benchmark, results, wrong, reference = BENCHMARKS[name], {}, [], None
-    print(f"{name}: {benchmark.title}; milliseconds\n{in_words()}, of which {CORES} are used\n", flush=True)
+    where = gpu_in_words() if options.gpu else f"of which {CORES} are used"
+    print(f"{name}: {benchmark.title}; milliseconds\n{in_words()}, {where}\n", flush=True)
     for dtype in options.dtypes:
         rows, failures = take_turns(name, dtype, options)
         reference = reference or next((row for row in rows.values() if row["gradient"]), None)
@@ -84,7 +88,8 @@ def time_benchmark(name: str, options) -> list[str]:
         wrong += disagreements(rows, dtype, benchmark.tolerance)
         wrong += [f"{OURS} {dtype}: {failures[OURS]}"] if OURS in failures else []
     if options.write:
-        write(str(Path(options.folder, name)), {"title": benchmark.title, "wanted_ratio": benchmark.wanted, **results})
+        machine = facts() | ({"gpu": gpu_in_words()} if options.gpu else {})
+        write(str(Path(options.folder, name)), {"machine": machine, "title": benchmark.title, "wanted_ratio": benchmark.wanted, **results})
     return wrong
 
 
@@ -117,9 +122,10 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3, help="turns that each library has")
     parser.add_argument("--patience", type=float, default=120.0, help="seconds, in all, to wait for a quiet machine")
     parser.add_argument("--folder", default="", help="within results/, for another kind of machine, such as intel")
+    parser.add_argument("--gpu", action="store_true", help="leave a GPU, and all cores, to the libraries; without memory")
     parser.add_argument("--no-write", dest="write", action="store_false", help="leave results/ alone")
     options = parser.parse_args()
-    names = options.names or [*BENCHMARKS, "memory"]
+    names = options.names or [*BENCHMARKS, *([] if options.gpu else ["memory"])]
     if unknown := set(names) - {*BENCHMARKS, "memory"}:
         parser.error(f"unknown benchmark {sorted(unknown)}; there are {[*BENCHMARKS, 'memory']}")
     wrong = []

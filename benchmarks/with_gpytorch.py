@@ -6,6 +6,7 @@ import gpytorch
 import torch
 
 PACKAGES = ("gpytorch", "linear_operator", "torch")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class Regression(gpytorch.models.ExactGP):
@@ -81,7 +82,8 @@ def regress(problem, likelihood, kernel, parameters, settings=()):
 
 def objective_and_gradient(problem, model, objective, num_data, parameters, settings=()):
     "The timed step of this objective of a model, and a reader of what it returns."
-    X, y = torch.from_numpy(problem.X), torch.from_numpy(problem.y)
+    X, y = (torch.from_numpy(a).to(DEVICE) for a in (problem.X, problem.y))
+    objective.to(DEVICE)  # with its model and likelihood
 
     def step():
         model.zero_grad()
@@ -125,6 +127,6 @@ def hyperparameters(kernel, likelihood=None):
 
 def constrained_gradient(raw, constraint):
     if constraint is None:
-        return raw.grad.numpy()
+        return raw.grad.cpu().numpy()
     slope = torch.autograd.functional.jvp(constraint.transform, raw.detach(), torch.ones_like(raw))[1]
-    return (raw.grad / slope).numpy().squeeze()
+    return (raw.grad / slope).cpu().numpy().squeeze()

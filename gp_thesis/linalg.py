@@ -212,17 +212,19 @@ def kept_memory():
         yield
 
 # %% ../nbs/02_linalg.ipynb #c010e
-QUICK = {"xla_cpu_use_fusion_emitters": False, "xla_backend_optimization_level": 1}
-DRAFT = QUICK | {"xla_backend_optimization_level": 0,
-                 "xla_cpu_parallel_codegen_split_count": 1}
+QUICK = {  # of each backend
+    "cpu": {"xla_cpu_use_fusion_emitters": False, "xla_backend_optimization_level": 1},
+    "gpu": {"xla_gpu_enable_triton_gemm": False}}
+DRAFT = {
+    "cpu": QUICK["cpu"] | {"xla_backend_optimization_level": 0,
+                           "xla_cpu_parallel_codegen_split_count": 1},
+    "gpu": QUICK["gpu"] | {"xla_gpu_autotune_level": 0}}
 FEW = 1000  # rows, up to which a draft serves for what runs a few times
 
 
 @cache
 def _left_open(**wanted):
-    "The options of which XLA_FLAGS says nothing, on CPU."
-    if jax.default_backend() != "cpu":
-        return {}
+    "The options of which XLA_FLAGS says nothing."
     said = os.environ.get("XLA_FLAGS", "")
     return {name: value for name, value in wanted.items() if name not in said}
 
@@ -247,7 +249,8 @@ def _jit(function, options_for):
         leaves = jax.tree.leaves(arguments)
         if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
             return plain(*arguments)
-        options = _left_open(**options_for(leaves))
+        wanted = options_for(leaves).get(jax.default_backend(), {})
+        options = _left_open(**wanted)
         kind = frozenset(options.items())
         if kind not in programs:
             programs[kind] = eqx.filter_jit(function, compiler_options=options)
@@ -263,7 +266,7 @@ def _jit(function, options_for):
 
 
 def quick_jit(function):
-    "`equinox.filter_jit`, whose programs for CPU compile sooner and run about as fast."
+    "`equinox.filter_jit`, whose programs compile sooner and run about as fast."
     return _jit(function, lambda leaves: QUICK)
 
 

@@ -350,12 +350,25 @@ def test_a_function_within_a_program_is_traced_once():
 
 
 def test_options_that_this_xla_does_not_know_are_left_out(monkeypatch):
-    monkeypatch.setattr(linalg, "QUICK", {"xla_no_such_option": True})
+    monkeypatch.setattr(linalg, "QUICK", {jax.default_backend(): {"xla_no_such_option": True}})
     traced = []
     twice = linalg.quick_jit(lambda x: traced.append(x) or 2 * x)
     assert twice(3.0) == 6 and twice(jnp.ones(2)).sum() == 4
     tried = len(traced)
     assert twice(jnp.ones(2)).sum() == 4 and len(traced) == tried  # nor is it asked again
+
+
+@pytest.mark.parametrize("options", [of[backend] for of in (linalg.QUICK, linalg.DRAFT) for backend in of])
+def test_the_options_of_all_backends_are_known(options):
+    assert linalg._known(**options)
+
+
+@pytest.mark.parametrize("backend, asked", [("cpu", linalg.QUICK["cpu"]), ("gpu", linalg.QUICK["gpu"]), ("tpu", {})])
+def test_a_program_asks_for_the_options_of_its_backend(monkeypatch, backend, asked):
+    found = []
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    monkeypatch.setattr(linalg, "_left_open", lambda **wanted: found.append(wanted) or {})
+    assert linalg.quick_jit(lambda x: 2 * x)(1.0) == 2 and found == [asked]
 
 
 def test_only_what_runs_a_few_times_on_short_arrays_is_drafted(monkeypatch):
