@@ -312,6 +312,7 @@ def main() -> int:
     parser.add_argument("names", nargs="*", help=f"of {[*PROBLEMS]}; all by default")
     parser.add_argument("--libraries", nargs="*", default=["gpflow", "gpytorch", "sklearn", OURS, AGAIN], help="with none: only what is recorded")
     parser.add_argument("--methods", nargs="*", default=[*REGRESSION, *CLASSIFICATION], help="such as 'exact RBF'; all by default")
+    parser.add_argument("--folder", default="", help="within results/, for another kind of machine, such as intel")
     parser.add_argument("--no-write", dest="write", action="store_false", help="leave results/ alone")
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -319,7 +320,8 @@ def main() -> int:
         print(json.dumps(worker(*options.worker)))
         return 0
     compileall.compile_dir(PACKAGE, quiet=1)                                   # as pip does with what it installs: the peers
-    before, failed = recorded("first_hour"), 0
+    file_of_runs = str(Path(options.folder, "first_hour"))
+    before, failed = recorded(file_of_runs), 0
     runs = before.get("runs", {})
     for found in (found for methods in runs.values() for rows in methods.values() for found in rows.values()):
         found.setdefault("date", before["date"])                               # of rows without one of their own
@@ -352,7 +354,7 @@ def main() -> int:
                 for library, gap in behind(file, options.libraries).items():
                     runs[name][method][library]["ours less this"] = gap
         if options.write:
-            write("first_hour", {"title": __doc__.splitlines()[0].split(":")[0], "steps": STEPS, "batch": BATCH, "runs": runs})
+            write(file_of_runs, {"title": __doc__.splitlines()[0].split(":")[0], "steps": STEPS, "batch": BATCH, "runs": runs})
     print(over_splits(runs), over_rows(runs), in_all(runs), sep="\n\n")
     return int(failed > 0)
 
