@@ -2,7 +2,7 @@
 
     python benchmarks/run.py                 # every benchmark
     python benchmarks/run.py exact --libraries gpflow gp_thesis --dtypes float64 --rounds 1 --no-write
-    python benchmarks/run.py --gpu --folder h100
+    python benchmarks/run.py --gpu --folder h200
 
 Exit status 1 where libraries disagree, ours fails, or memory is over its limit; a failing peer is only reported."""
 
