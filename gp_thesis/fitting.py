@@ -433,7 +433,7 @@ def _start(k, given, before, best, seed, inputs):
         signal = as_signal(given, inputs, smooth=(1.0, 5.0)[k - 1])
         if numbers(signal) != numbers(given):
             return signal
-    random, width = np.random.default_rng([*seed, k]), (0.5, 1.0, 2.0)[k % 3]
+    random, width = np.random.default_rng([*seed, k]), (2.0, 1.0, 0.5)[k % 3]
     return another_start(before, best, random, width, inputs)
 
 

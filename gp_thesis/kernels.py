@@ -368,14 +368,16 @@ def _by_products(X, Y, dX, dY, w):
     if dX is None:
         Y, dX = X if Y is None else Y, 0.0
     w = 0.0 if w is None else w
+    # So far out that products keep no digit of r², equal values alone are near.
+    near = lambda A: jnp.where(jnp.finfo(A.dtype).eps * A**2 < 1, A, 0)
     ones = lambda A: jnp.ones_like(A[:, :1])
-    square = lambda A, dA: jnp.sum(2 * A * (dA - w * A), 1, keepdims=True)
+    square = lambda A, dA: jnp.sum(2 * A * (dA - w * near(A)), 1, keepdims=True)
     # The factor of two goes on the narrow matrices.
     if Y is None:
-        dX = jnp.hstack([square(X, dX), 2 * (w * X - dX)])
+        dX = jnp.hstack([square(X, dX), 2 * (w * near(X) - dX)])
         half = dX @ jnp.hstack([ones(X), X]).T
         return half + half.T
-    left = jnp.hstack([square(X, dX), 2 * (2 * w * X - dX)])
+    left = jnp.hstack([square(X, dX), 2 * (2 * w * near(X) - dX)])
     left = left @ jnp.hstack([ones(Y), Y]).T
     if dY is None:
         return left + square(Y, 0.0).T

@@ -519,8 +519,8 @@ def inverse_lower(
 ) -> Array:  # (N, N)
     "L⁻¹ by matrix products, worth its price where it meets many right hand sides."
     N = L.shape[0]
-    whole = N if N <= WHOLE // 2 else -(-N // (4 if N <= 4 * WHOLE else 8))
-    return _by_halves(L, jnp.zeros_like(L), 0, N, whole)
+    pieces = 2 ** sum(N > rows for rows in (WHOLE // 8, WHOLE // 2, 4 * WHOLE))
+    return _by_halves(L, jnp.zeros_like(L), 0, N, -(-N // pieces))
 
 # %% ../nbs/02_linalg.ipynb #c025
 @inverse_lower.defjvp

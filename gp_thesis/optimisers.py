@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['REASONS', 'RUNNING', 'TAKEN', 'SETTLED', 'FLAT', 'NOT_FINITE', 'STOPPED', 'RAN_OUT', 'INTERRUPTED', 'NO_BETTER',
-           'WALLED', 'PAIRS', 'FIRST_STEP', 'REACH', 'FIRST_LOOK', 'ROOT', 'WINDOW', 'loss_and_gradient', 'end_to_end',
-           'cut_like', 'positive_entries', 'slope_in_units', 'steepness', 'lbfgs', 'not_finite', 'failure', 'State',
-           'initial_state', 'descend']
+           'WALLED', 'PAIRS', 'FIRST_STEP', 'REACH', 'FIRST_LOOK', 'ROOT', 'FARTHEST', 'WINDOW', 'loss_and_gradient',
+           'end_to_end', 'cut_like', 'positive_entries', 'slope_in_units', 'steepness', 'lbfgs', 'not_finite',
+           'failure', 'State', 'initial_state', 'descend']
 
 # %% ../nbs/08_optimisers.ipynb #a004
 from collections.abc import Callable
@@ -148,6 +148,7 @@ FIRST_STEP = 1 / 8  # its length, in units of the parameters
 REACH = 10          # how far down the first search may go, on a logarithmic scale
 FIRST_LOOK = 20     # steps of the first search before it may hand over
 ROOT = 4            # of @eq-root
+FARTHEST = 1e25     # on its scale: of no use beyond, and squares have no number
 
 
 def _root(v, bent):
@@ -157,7 +158,7 @@ def _root(v, bent):
 
 def _power(z, bent):
     "The inverse of `_root`, and its slope."
-    r = np.where(bent, 1 + (z.clip(1) - 1) / ROOT, 1.0)
+    r = np.where(bent, 1 + (z.clip(1, FARTHEST) - 1) / ROOT, 1.0)
     return np.where(r > 1, r**ROOT, z), r ** (ROOT - 1)
 
 # %% ../nbs/08_optimisers.ipynb #a014

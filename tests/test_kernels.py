@@ -301,6 +301,31 @@ def test_what_has_no_neighbour_has_no_slope_in_the_lengthscale(lengthscale):
     assert jax.jvp(lambda ell: jnp.sum(weights * RBF(ell)(X)), (lengthscale,), (1.0,))[1] == 0
 
 
+def test_one_row_that_is_far_away_leaves_the_others_their_slope():
+    rng = np.random.default_rng(0)
+    X, weights = rng.normal(size=(30, 2)), rng.normal(size=(30, 30))
+    far = np.concatenate([X[:-1], [[1e8, 0.0]]])
+    total = lambda ell, X, weights: jnp.sum(weights * RBF(ell)(X))
+    slope, expected = (jax.grad(total)(jnp.ones(2), A, W) for A, W in ((far, weights), (far[:-1], weights[:-1, :-1])))
+    np.testing.assert_allclose(slope, expected, rtol=0.01)
+
+
+@pytest.mark.parametrize("num_dims", [2, 8])
+@pytest.mark.parametrize("lengthscale", [1e-9, 1e-60])
+def test_equal_values_in_a_column_have_no_slope_in_its_lengthscale(lengthscale, num_dims):
+    "Energy has such columns; products left 1e116 of a slope of zero there."
+    rng = np.random.default_rng(0)
+    X = rng.normal(size=(40, num_dims))
+    X[:, 0] = rng.integers(0, 3, 40)
+    ell, weights = np.ones(num_dims), rng.normal(size=(40, 40))
+    ell[0] = lengthscale
+    total = lambda ell, X2=None: jnp.sum(weights[:, :len(X[::2] if X2 is not None else X)] * RBF(ell)(X, X2))
+    within = np.where(X[:, :1] == X[:, 0], RBF(np.ones(num_dims - 1))(X[:, 1:]), 0)
+    for K, slope, expected in ((RBF(ell)(X), jax.grad(total)(ell), within), (RBF(ell)(X, X[::2]), jax.grad(total)(ell, X[::2]), within[:, ::2])):
+        np.testing.assert_allclose(K, expected, rtol=1e-10)
+        assert slope[0] == 0 and np.all(slope[1:] != 0)
+
+
 def test_the_slope_in_lengthscales_and_inducing_points_is_one_product_with_the_data():
     "In reverse: the value's product, the slope's, and none for inputs that are data."
     Z, X = jnp.zeros((300, 100)), jnp.zeros((400, 100))

@@ -100,7 +100,7 @@ def test_cholesky_under_vmap_mixes_good_and_singular():
     assert np.allclose(L[0], compiled_cholesky(K[0])) and np.allclose(L[1], compiled_cholesky(K[1]))
 
 
-@pytest.mark.parametrize("n", [1, 5, 128, 501])
+@pytest.mark.parametrize("n", [1, 5, 125, 126, 501])
 def test_inverses(n):
     K = spd(n)
     L_inv, K_inv, diagonal = inverses(np.linalg.cholesky(K))
@@ -183,7 +183,7 @@ def test_large_pieces_of_memory_are_asked_for_once_within_the_context_and_given_
             pages()
             with kept_memory():
                 pages()
-            within, largest = pages(), resident()
+            within, largest = min(pages() for _ in range(5)), resident()  # each thread has its own
         print(before, within, pages(), largest - size, resident() - size)"""
     clean = {name: value for name, value in os.environ.items() if "MALLOC" not in name and name != "GLIBC_TUNABLES"}
     out = subprocess.run([sys.executable, "-c", code], env=clean, capture_output=True, text=True, check=True).stdout

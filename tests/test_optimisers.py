@@ -142,6 +142,15 @@ def test_walls_stand_on_the_scale_of_roots_too(monkeypatch):
     assert np.allclose(unwrap(path[-1]), size, rtol=1e-3), (why.REASONS[reason], unwrap(path[-1]) / size)
 
 
+def test_a_stride_without_end_meets_a_wall_that_can_be_told():
+    "On the scale of roots its fourth power was infinite, and so the slope there no number."
+    for z in (1e30, 1e100, 1e300):
+        with np.errstate(over="raise", invalid="raise"):
+            place, slope = _power(np.array([z, 2.0]), np.array([True, True]))
+            value, gradient = _wall(place, np.ones(2), 5.0, np.array([-1.0, 3.0]))
+            assert np.isfinite([value, *slope * gradient]).all() and value > 5 and (slope * gradient)[0] > 0
+
+
 def test_with_a_pair_for_each_parameter_the_way_is_shorter_than_with_scipys_ten():
     from scipy.optimize import minimize as scipy
     curvature = 10.0 ** np.linspace(0, 4, 14)
