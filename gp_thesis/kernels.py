@@ -368,16 +368,14 @@ def _by_products(X, Y, dX, dY, w):
     if dX is None:
         Y, dX = X if Y is None else Y, 0.0
     w = 0.0 if w is None else w
-    # So far out that products keep no digit of r², equal values alone are near.
-    near = lambda A: jnp.where(jnp.finfo(A.dtype).eps * A**2 < 1, A, 0)
     ones = lambda A: jnp.ones_like(A[:, :1])
-    square = lambda A, dA: jnp.sum(2 * A * (dA - w * near(A)), 1, keepdims=True)
+    square = lambda A, dA: jnp.sum(2 * A * (dA - w * A), 1, keepdims=True)
     # The factor of two goes on the narrow matrices.
     if Y is None:
-        dX = jnp.hstack([square(X, dX), 2 * (w * near(X) - dX)])
+        dX = jnp.hstack([square(X, dX), 2 * (w * X - dX)])
         half = dX @ jnp.hstack([ones(X), X]).T
         return half + half.T
-    left = jnp.hstack([square(X, dX), 2 * (2 * w * near(X) - dX)])
+    left = jnp.hstack([square(X, dX), 2 * (2 * w * X - dX)])
     left = left @ jnp.hstack([ones(Y), Y]).T
     if dY is None:
         return left + square(Y, 0.0).T
@@ -409,6 +407,12 @@ def _by_differences(X, Y, dX, dY, w):
     return dr2 if w is None else dr2 - shrink(X, Y, w)
 
 # %% ../nbs/10_processes.ipynb #a53efa7b
+def _lost(x, y):
+    "Of each column, whether products keep no digit of r² for most of its rows."
+    far = lambda A: jnp.mean(jnp.finfo(A.dtype).eps * A**2 > 1, axis=0)
+    return far(x) + far(y) > 1
+
+
 def _tangent(X, Y, dX, dY, w):
     "dr². No Y is X itself, and no tangent is None."
     x, y = _centred(X, X if Y is None else Y)
@@ -418,7 +422,8 @@ def _tangent(X, Y, dX, dY, w):
         itself = jnp.eye(len(x), dtype=bool)  # where rounding would leave something
         return jnp.where(itself, 0, dr2) if Y is None else dr2
 
-    if X.dtype == jnp.float64:
+    if X.dtype == jnp.float64:  # with equal values alone for neighbours
+        w = None if w is None else jnp.where(_lost(x, y), 0, w)
         return products()
     differences = lambda: _by_differences(X, Y, dX, dY, w)
     return jax.lax.cond(_far(X, X if Y is None else Y), differences, products)

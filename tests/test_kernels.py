@@ -310,6 +310,15 @@ def test_one_row_that_is_far_away_leaves_the_others_their_slope():
     np.testing.assert_allclose(slope, expected, rtol=0.01)
 
 
+def test_neighbours_at_the_end_of_what_products_can_tell_are_not_torn_apart():
+    "A rule for single rows took one of each pair for far, and its slope for 1e15."
+    edge = np.finfo(float).eps ** -0.5
+    X = np.concatenate([side * edge + np.linspace(-2, 2, 9) for side in (-1, 1)])[:, None]
+    slope = jax.grad(lambda ell: jnp.sum(RBF(ell)(X)))(1.0)
+    r2 = (X - X[:, 0]) ** 2
+    assert abs(slope - np.sum(r2 * np.exp(-r2 / 2))) < len(X) ** 2
+
+
 @pytest.mark.parametrize("num_dims", [2, 8])
 @pytest.mark.parametrize("lengthscale", [1e-9, 1e-60])
 def test_equal_values_in_a_column_have_no_slope_in_its_lengthscale(lengthscale, num_dims):
