@@ -368,19 +368,21 @@ def _by_products(X, Y, dX, dY, w):
     if dX is None:
         Y, dX = X if Y is None else Y, 0.0
     w = 0.0 if w is None else w
+    wX = w * X  # once, for reverse mode to have one sum over rows
     ones = lambda A: jnp.ones_like(A[:, :1])
-    square = lambda A, dA: jnp.sum(2 * A * (dA - w * A), 1, keepdims=True)
+    square = lambda A, dA, wA: jnp.sum(2 * A * (dA - wA), 1, keepdims=True)
     # The factor of two goes on the narrow matrices.
     if Y is None:
-        dX = jnp.hstack([square(X, dX), 2 * (w * X - dX)])
+        dX = jnp.hstack([square(X, dX, wX), 2 * (wX - dX)])
         half = dX @ jnp.hstack([ones(X), X]).T
         return half + half.T
-    left = jnp.hstack([square(X, dX), 2 * (2 * w * X - dX)])
+    wY = wX if Y is X else w * Y
+    left = jnp.hstack([square(X, dX, wX), 2 * (2 * wX - dX)])
     left = left @ jnp.hstack([ones(Y), Y]).T
     if dY is None:
-        return left + square(Y, 0.0).T
+        return left + square(Y, 0.0, wY).T
     # In reverse the left factor is a matrix of its own, and what is wide stays so.
-    right = jax.lax.optimization_barrier(jnp.hstack([square(Y, dY), 2 * dY]).T)
+    right = jax.lax.optimization_barrier(jnp.hstack([square(Y, dY, wY), 2 * dY]).T)
     return left + times_tangent(jnp.hstack([ones(X), -X]), right)
 
 # %% ../nbs/10_processes.ipynb #c037d

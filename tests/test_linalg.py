@@ -85,6 +85,27 @@ def test_hopeless_matrices_raise_with_their_name(broken):
         jax.block_until_ready(compiled_cholesky(broken, "K_uu"))
 
 
+@pytest.mark.parametrize("n, rows", [(4, range(4)), (40, (0, 17, 39)), (linalg.WHOLE + 200, (0, 500, linalg.WHOLE + 199))])
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+def test_one_bad_number_anywhere_is_a_failure(n, rows, dtype):
+    K, programs = spd(n, dtype=dtype), jax.jit(lambda K: linalg.cholesky_or_nan(K, jnp.zeros((), K.dtype)))
+    assert np.isfinite(np.diag(programs(K))).all()
+    for i in rows:
+        for j in {i, 0, i // 2}:
+            for bad in (np.nan, np.inf, -np.inf, -100.0 if i == j else 100.0):
+                broken = K.copy()
+                broken[i, j] = broken[j, i] = bad
+                if i == j or not np.isfinite(bad) or np.linalg.eigvalsh(broken)[0] < -1:
+                    assert linalg._has_failed(programs(broken)), (i, j, bad)
+
+
+def test_the_diagonal_and_its_derivatives():
+    A = rng.normal(size=(5, 5))
+    assert (linalg.diagonal_of(A) == np.diag(A)).all() and linalg.diagonal_of(jnp.zeros((0, 0))).shape == (0,)
+    assert (jax.vmap(linalg.diagonal_of)(jnp.stack([A, 2 * A])) == np.stack([np.diag(A), 2 * np.diag(A)])).all()
+    check_derivatives(lambda A: jnp.sum(jnp.sin(linalg.diagonal_of(A))), A)
+
+
 def test_failure_inside_a_gradient_raises_too():
     with pytest.raises(Exception, match="my matrix of size 3 x 3"):
         jax.block_until_ready(eqx.filter_jit(jax.grad(lambda K: log_density(jnp.ones(3), 0.0, K, "my matrix")))(-np.eye(3)))
@@ -189,9 +210,9 @@ def test_large_pieces_of_memory_are_asked_for_once_within_the_context_and_given_
     out = subprocess.run([sys.executable, "-c", code], env=clean, capture_output=True, text=True, check=True).stdout
     if out.strip() == "none":
         pytest.skip("not GNU's C library, or pages so large that they are few")
-    before, within, after, kept, left = map(float, out.split())
+    before, within, after, given_back, left = map(float, out.split())
     assert before > 1000 and within < 100 and after > 1000, out
-    assert kept > 50 > left, out
+    assert given_back > 50 > left, out
 
 
 def test_memory_is_left_to_who_has_a_wish_of_their_own(monkeypatch):
@@ -363,12 +384,33 @@ def test_the_options_of_all_backends_are_known(options):
     assert linalg._known(**options)
 
 
-@pytest.mark.parametrize("backend, asked", [("cpu", linalg.QUICK["cpu"]), ("gpu", linalg.QUICK["gpu"]), ("tpu", {})])
+@pytest.mark.parametrize("backend, asked", [("cpu", linalg.QUICK["cpu"] | linalg.PLAIN_SUMS["cpu"]), ("gpu", linalg.QUICK["gpu"]), ("tpu", {})])
 def test_a_program_asks_for_the_options_of_its_backend(monkeypatch, backend, asked):
     found = []
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     monkeypatch.setattr(linalg, "_left_open", lambda **wanted: found.append(wanted) or {})
     assert linalg.quick_jit(lambda x: 2 * x)(1.0) == 2 and found == [asked]
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="XLA's options for a CPU")
+@pytest.mark.parametrize("jit", [linalg.quick_jit, linalg.draft_jit])
+def test_sums_of_doubles_are_one_loop_and_those_of_single_precision_keep_their_tree(jit, monkeypatch):
+    programs, compile_with = {}, eqx.filter_jit
+
+    def kept(function, **options):
+        return programs.setdefault(frozenset(options.get("compiler_options", {}).items()), compile_with(function, **options))
+
+    monkeypatch.setattr(linalg.eqx, "filter_jit", kept)
+    monkeypatch.setattr(linalg, "_left_open", lambda **wanted: wanted)  # whatever XLA_FLAGS says
+    loops = {}
+    for dtype in (jnp.float64, jnp.float32):
+        x = jnp.linspace(0, 1, 700, dtype=dtype)
+        programs.clear()
+        total = jit(lambda x: jnp.sum(jnp.exp(x)))
+        assert np.isclose(total(x), np.exp(np.asarray(x, float)).sum(), rtol=4 * jnp.finfo(dtype).eps)
+        (program,) = [program for options, program in programs.items() if options]
+        loops[dtype] = program.lower(x).compile().compiled.as_text().count("reduce-window(")
+    assert loops[jnp.float64] == 0 < loops[jnp.float32]
 
 
 def test_only_what_runs_a_few_times_on_short_arrays_is_drafted(monkeypatch):
