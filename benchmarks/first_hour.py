@@ -326,8 +326,9 @@ def middle(found: list[dict]) -> dict:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help=f"of {[*PROBLEMS]}; all by default")
-    parser.add_argument("--libraries", nargs="*", default=["gpflow", "gpytorch", "sklearn", OURS, AGAIN], help="with none: only what is recorded")
-    parser.add_argument("--methods", nargs="*", default=[*REGRESSION, *CLASSIFICATION], help="such as 'exact RBF'; all by default")
+    libraries, methods = ["gpflow", "gpytorch", "sklearn", OURS, AGAIN], list(dict.fromkeys(REGRESSION + CLASSIFICATION))
+    parser.add_argument("--libraries", nargs="*", choices=libraries, default=libraries, help="with none: only what is recorded")
+    parser.add_argument("--methods", nargs="*", choices=methods, default=methods, help="such as 'exact RBF'; all by default")
     parser.add_argument("--rounds", type=int, default=1, help="runs of each in turns, of which the one of median processor time counts")
     parser.add_argument("--folder", default="", help="within results/, for another kind of machine, such as intel")
     parser.add_argument("--no-write", dest="write", action="store_false", help="leave results/ alone")
