@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['EXACT_COLUMNS', 'check_inputs', 'check_dtypes', 'in_dtype', 'in_dtype_of', 'as_columns', 'active_columns', 'Kernel',
-           'Composite', 'Sum', 'Product', 'check_kernels', 'as_kernel', 'Constant', 'White', 'check_ard', 'Linear',
-           'Polynomial', 'Wiener', 'squared_distance', 'Stationary', 'RBF', 'root', 'matern12', 'matern32', 'matern52',
-           'Matern12', 'Matern32', 'Matern52', 'RationalQuadratic', 'Exponential', 'Cosine', 'Periodic', 'Mean', 'Zero',
-           'IdentityMean', 'ConstantMean', 'LinearMean', 'Process', 'sample_prior', 'Coregion', 'Independent']
+           'Composite', 'Sum', 'Product', 'check_kernels', 'as_kernel', 'in_each_row', 'Constant', 'White', 'check_ard',
+           'Linear', 'Polynomial', 'Wiener', 'squared_distance', 'Stationary', 'RBF', 'root', 'matern12', 'matern32',
+           'matern52', 'Matern12', 'Matern32', 'Matern52', 'RationalQuadratic', 'Exponential', 'Cosine', 'Periodic',
+           'Mean', 'Zero', 'IdentityMean', 'ConstantMean', 'LinearMean', 'Process', 'sample_prior', 'Coregion',
+           'Independent']
 
 # %% ../nbs/10_processes.ipynb #c005
 import math
@@ -219,6 +220,17 @@ def _field(make, name: str, axes: tuple[int, ...] = (0,), **default):
 _positive = partial(_field, positive, default=1.0)
 
 
+def in_each_row(
+    value,  # A number or an array
+    X,  # (N, D)
+):  # (N, ...)
+    "The value, once for each row of X; of numbers that are there, nothing is compiled."
+    shape = len(X), *np.shape(value)
+    if isinstance(value, jax.core.Tracer) or isinstance(X, jax.core.Tracer):
+        return jnp.broadcast_to(value, shape)
+    return jax.device_put(np.broadcast_to(np.asarray(value), shape))
+
+# %% ../nbs/10_processes.ipynb #c027k
 class Constant(Kernel):
     "k(x, x') = σ²: a random offset."
     variance: Parameter = _positive("variance")  # a positive number
@@ -228,7 +240,7 @@ class Constant(Kernel):
         return jnp.broadcast_to(self.variance, shape).astype(X.dtype)
 
     def variances(self, X):
-        return jnp.broadcast_to(self.variance, len(X)).astype(X.dtype)
+        return in_each_row(self.variance, X).astype(X.dtype)
 
 
 class White(Kernel):
@@ -241,7 +253,7 @@ class White(Kernel):
         return self.variance * jnp.eye(len(X), dtype=X.dtype)
 
     def variances(self, X):
-        return jnp.broadcast_to(self.variance, len(X)).astype(X.dtype)
+        return in_each_row(self.variance, X).astype(X.dtype)
 
 # %% ../nbs/10_processes.ipynb #c029
 def check_ard(value, X, name: str):
@@ -461,7 +473,7 @@ class Stationary(Kernel):
         return self.variance * self.correlation(self.distance(X, X2))
 
     def variances(self, X):
-        return jnp.broadcast_to(self.variance, len(X))
+        return in_each_row(self.variance, X)
 
 
 class RBF(Stationary):
@@ -595,7 +607,7 @@ class Zero(Mean):
     "m(x) = 0."
 
     def evaluate(self, X):
-        return jnp.zeros(len(X), X.dtype)
+        return in_each_row(np.zeros((), X.dtype), X)
 
 
 class IdentityMean(Mean):
@@ -610,7 +622,7 @@ class ConstantMean(Mean):
     value: Parameter = _field(free, "value", axes=(0, 1), default=0.0)  # one, or (P,)
 
     def evaluate(self, X):
-        return jnp.broadcast_to(self.value, (len(X), *jnp.shape(self.value)))
+        return in_each_row(self.value, X)
 
 
 class LinearMean(Mean):

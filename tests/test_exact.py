@@ -270,6 +270,21 @@ def toy_model():
     return gpt.GP(gpt.RBF(), gpt.Gaussian())
 
 
+def test_checks_leave_nothing_in_a_program_and_still_refuse():
+    X, y, Xs = toy()
+    kernel = gpt.RBF(0.7, active_dims=[0]) + gpt.Linear(active_dims=[1]) * gpt.White() + gpt.Constant()
+    approx = gpt.Exact(gpt.GP(kernel, gpt.Gaussian(), gpt.ConstantMean(0.5)))
+    post = approx.posterior(X, y)
+    for check, rows in ((lambda X: approx.check(X, y)[0], X), (post.check, Xs)):
+        assert jax.make_jaxpr(check)(rows).eqns == []
+    for wrong, message in ((gpt.RBF(active_dims=[2]), "active_dims of RBF are"), (gpt.RBF(np.ones(3)), "lengthscale must be one number")):
+        with pytest.raises(ValueError, match=message):
+            jax.jit(lambda X: gpt.Exact(gpt.GP(wrong, gpt.Gaussian())).objective(X, y))(X)
+    with pytest.raises(ValueError, match="Wiener needs inputs that are at least 0"):
+        jax.grad(lambda noise: gpt.Exact(gpt.GP(gpt.Wiener(), gpt.Gaussian(noise))).objective(X[:, :1], y))(0.1)
+
+
+
 def test_tables_are_taken_and_columns_without_numbers_are_named():
     import pandas as pd
     columns = {"a": [1.0, 2.0, 3.0], "b": [1, 2, 4]}

@@ -63,14 +63,14 @@ def regression():
     return jnp.asarray(X), jnp.asarray(np.sin(2 * X[:, 0]) + 0.2 * rng.normal(size=40))
 
 
-def test_a_first_fit_and_prediction_are_few_programs(caplog):
-    "Compiling takes 10 to 30 ms even where two numbers are added."
+def test_a_first_fit_and_prediction_are_three_programs(caplog):
+    "One for the fit, the posterior and the prediction each: compiling takes 10 to 30 ms even where two numbers are added."
     rng = np.random.default_rng(0)
     X, y = rng.normal(size=(37, 5)), rng.normal(size=37)                        # sizes that no other test has
     with jax.log_compiles(), caplog.at_level(logging.WARNING):
         fit(Exact(GP(RBF(np.ones(5)), Gaussian(0.1))), (X, y), steps=3, progress=False).approx.posterior(X, y).predict_y(X[:11])
     found = [record.getMessage().split(" with ")[0] for record in caplog.records if record.getMessage().startswith("Compiling")]
-    assert sum("loss_and_gradient" in name for name in found) == 1 and len(found) <= 9, found
+    assert sum("loss_and_gradient" in name for name in found) == 1 and len(found) <= 3, found
 
 
 @eqx.filter_jit
