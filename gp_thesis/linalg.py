@@ -495,7 +495,9 @@ def lower_times(
     L: Array,  # (M, M), lower triangular
     B: Array,  # (M, P)
 ) -> Array:  # (M, P)
-    "L B, without a quarter of L that is zero."
+    "L B; of a large L without a quarter that is zero."
+    if len(L) <= WHOLE // 2:  # halves of it would be too narrow to be quick
+        return L @ B
     half = len(L) // 2
     return jnp.concatenate([L[:half, :half] @ B[:half], L[half:] @ B])
 

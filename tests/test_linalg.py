@@ -142,10 +142,13 @@ def test_large_matrices_go_block_by_block(n, monkeypatch):
 
 
 @pytest.mark.parametrize("n", [1, 2, 7])
-def test_products_with_a_triangle_leave_out_nothing_but_zeros(n):
+def test_products_with_a_triangle_leave_out_nothing_but_zeros(n, monkeypatch):
+    monkeypatch.setattr(linalg, "WHOLE", 0)                     # however small
     L, B = np.tril(rng.normal(size=(n, n))), rng.normal(size=(n, 3))
     half = np.where((np.arange(n)[:, None] < n // 2) & (np.arange(n) >= n // 2), np.nan, L)    # which is not looked at
     assert np.allclose(linalg.lower_times(half, B), L @ B) and np.allclose(linalg.times_lower(B.T, half), B.T @ L)
+    monkeypatch.undo()
+    assert np.allclose(linalg.lower_times(L, B), L @ B, rtol=1e-15)
 
 
 @pytest.mark.parametrize("function", [cholesky, inverse_lower, lambda L: solve_lower(L, L), lambda L: solve_upper(L, L)],
