@@ -6,7 +6,7 @@ seconds are those of the whole process: on the wall, and of the processor over a
 each; the best of four starts where a library has such a thing. `again` is our run once more with README's two lines for JAX's
 cache, which the first such run has filled: what every run but the first costs. Writes results/first_hour.json after each
 problem, and keeps what it holds of others, problems or libraries, from the same kind of machine, so that the whole can be run
-in parts; each row has the date of its run. The functions of the libraries are named after them; a library without a method has no row."""
+in parts; each row has the date of its run. The standard splits beyond the first three are run when they are named, such as 'yacht 7'. The functions of the libraries are named after them; a library without a method has no row."""
 
 import argparse
 import compileall
@@ -29,8 +29,10 @@ CLASSIFICATION = ("VGP", "EP", "Laplace", "SVGP")
 SPLITS, INDUCING, STEPS, BATCH, RATE = 3, 50, 2000, 256, 0.01
 AGAIN = "again"
 PACKAGE = Path(__file__).resolve().parent.parent / "gp_thesis"
-PROBLEMS = {**{f"{name} {split}": REGRESSION for name in ("yacht", "energy") for split in range(SPLITS)},
+STANDARD_SPLITS = 20  # of which all are there, and the first few are run when nobody says
+PROBLEMS = {**{f"{name} {split}": REGRESSION for name in ("yacht", "energy") for split in range(STANDARD_SPLITS)},
             "breast cancer": CLASSIFICATION, "a thousand rows": ("exact RBF",), "a million rows": ("SVGP",)}
+BY_DEFAULT = [name for name in PROBLEMS if not name.split()[-1].isdigit() or int(name.split()[-1]) < SPLITS]
 SIZES = {"a thousand rows": (1000, 3), "a million rows": (1_000_000, 8)}  # made up, N and D
 
 
@@ -243,23 +245,22 @@ def behind(file, libraries) -> dict:
 
 
 def over_splits(runs: dict) -> str:
-    "Scores of each method, means over splits, ours less the best peer's with the standard error of paired differences, and when."
+    "Scores of each method, means over the splits that we and the best peer have run, the standard error of paired differences, and when."
     lines = [f"{'over the splits of':<20}{'method':<27}{'':<9}{'ours':>9}{'best peer':>11}  {'by':<11}{'ours less peer':>16}  measured"]
     for data in dict.fromkeys(name.split()[0] for name in runs if name.split()[-1].isdigit()):
-        splits = [runs[f"{data} {split}"] for split in range(SPLITS) if f"{data} {split}" in runs]
-        for method in REGRESSION:
-            for score, sign in (("error", -1), ("density", 1)):
-                ended = lambda found: found[score] if "processor" in found else np.nan
-                values = {library: np.array([ended(split.get(method, {}).get(library, {})) for split in splits])
-                          for library in ("gpflow", "gpytorch", "sklearn", OURS)}
-                whole = {library: value for library, value in values.items() if np.isfinite(value).all()}
-                if OURS not in whole or len(whole) == 1 or len(splits) < 2:
-                    continue
-                best = max(whole.keys() - {OURS}, key=lambda library: sign * whole[library].mean())
-                dates = sorted({split[method][library]["date"] for split in splits for library in (OURS, best)})
-                gap = whole[OURS] - whole[best]
-                lines.append(f"{data:<20}{method:<27}{score:<9}{whole[OURS].mean():9.4f}{whole[best].mean():11.4f}  {best:<11}"
-                             f"{gap.mean():9.4f} ± {gap.std(ddof=1) / np.sqrt(len(gap)):.4f}  {' to '.join(dict.fromkeys([dates[0], dates[-1]]))}")
+        splits = [runs[name] for name in runs if name.split()[0] == data]
+        for method, score in ((method, score) for method in REGRESSION for score in ("error", "density")):
+            pairs = {peer: [(rows[OURS], rows[peer]) for rows in (split.get(method, {}) for split in splits)
+                            if all("processor" in rows.get(library, {}) for library in (OURS, peer))]
+                     for peer in ("gpflow", "gpytorch", "sklearn")}
+            mean = {peer: np.mean([[run[score] for run in pair] for pair in both], axis=0) for peer, both in pairs.items() if len(both) > 1}
+            if not mean:
+                continue
+            best = max(mean, key=lambda peer: (1 if score == "density" else -1) * (mean[peer][1] - mean[peer][0]))
+            dates = sorted({run["date"] for pair in pairs[best] for run in pair})
+            gap = np.array([ours[score] - theirs[score] for ours, theirs in pairs[best]])
+            lines.append(f"{f'{data}, {len(gap)}':<20}{method:<27}{score:<9}{mean[best][0]:9.4f}{mean[best][1]:11.4f}  {best:<11}"
+                         f"{gap.mean():9.4f} ± {gap.std(ddof=1) / np.sqrt(len(gap)):.4f}  {' to '.join(dict.fromkeys([dates[0], dates[-1]]))}")
     return "\n".join(lines)
 
 
@@ -325,7 +326,7 @@ def middle(found: list[dict]) -> dict:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", help=f"of {[*PROBLEMS]}; all by default")
+    parser.add_argument("names", nargs="*", help=f"of {[*BY_DEFAULT]}, which are run by default, or further splits, such as 'yacht 7'")
     libraries, methods = ["gpflow", "gpytorch", "sklearn", OURS, AGAIN], list(dict.fromkeys(REGRESSION + CLASSIFICATION))
     parser.add_argument("--libraries", nargs="*", choices=libraries, default=libraries, help="with none: only what is recorded")
     parser.add_argument("--methods", nargs="*", choices=methods, default=methods, help="such as 'exact RBF'; all by default")
@@ -345,7 +346,7 @@ def main() -> int:
         found.setdefault("date", before["date"])                               # of rows without one of their own
     print(in_words())
     print(f"{'':<16}{'method':<27}{'library':<11}{'objective':>11}{'error':>9}{'density':>9}{'wall s':>9}{'processor s':>13}")
-    for name in (options.names or PROBLEMS) if options.libraries else ():
+    for name in (options.names or BY_DEFAULT) if options.libraries else ():
         runs.setdefault(name, {})
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, "problem.npz")

@@ -284,7 +284,6 @@ def test_checks_leave_nothing_in_a_program_and_still_refuse():
         jax.grad(lambda noise: gpt.Exact(gpt.GP(gpt.Wiener(), gpt.Gaussian(noise))).objective(X[:, :1], y))(0.1)
 
 
-
 def test_tables_are_taken_and_columns_without_numbers_are_named():
     import pandas as pd
     columns = {"a": [1.0, 2.0, 3.0], "b": [1, 2, 4]}
