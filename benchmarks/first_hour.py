@@ -6,7 +6,9 @@ seconds are those of the whole process: on the wall, and of the processor over a
 each; the best of four starts where a library has such a thing. `again` is our run once more with README's two lines for JAX's
 cache, which the first such run has filled: what every run but the first costs. Writes results/first_hour.json after each
 problem, and keeps what it holds of others, problems or libraries, from the same kind of machine, so that the whole can be run
-in parts; each row has the date of its run. The standard splits beyond the first three are run when they are named, such as 'yacht 7'. The functions of the libraries are named after them; a library without a method has no row."""
+in parts; each row has the date of its run. Further splits are run when they are named, such as 'yacht 7' or 'breast cancer 2',
+and so are 'VFE, to its end' and 'VGP, to its end', which do not stop after a thousand iterations of L-BFGS as the others do.
+The functions of the libraries are named after them; a library without a method has no row."""
 
 import argparse
 import compileall
@@ -24,22 +26,36 @@ from report import OURS, recorded, write
 from run import in_process
 
 EXACT = ("exact RBF", "exact Matern52", "exact RBF, best of 4", "exact Matern52, best of 4")
-REGRESSION = (*EXACT, "VFE", "FITC", "power 0.5", "SVGP")
-CLASSIFICATION = ("VGP", "EP", "Laplace", "SVGP")
+TO_ITS_END = ", to its end"  # with SciPy's own limit of iterations
+REGRESSION = (*EXACT, "VFE", "FITC", "power 0.5", "SVGP", "VFE" + TO_ITS_END)
+CLASSIFICATION = ("VGP", "EP", "Laplace", "SVGP", "VGP" + TO_ITS_END)
+METHODS = list(dict.fromkeys(REGRESSION + CLASSIFICATION))
 SPLITS, INDUCING, STEPS, BATCH, RATE = 3, 50, 2000, 256, 0.01
+LIMIT, SCIPY_LIMIT = 1000, 15_000
 AGAIN = "again"
 PACKAGE = Path(__file__).resolve().parent.parent / "gp_thesis"
-STANDARD_SPLITS = 20  # of which all are there, and the first few are run when nobody says
-PROBLEMS = {**{f"{name} {split}": REGRESSION for name in ("yacht", "energy") for split in range(STANDARD_SPLITS)},
-            "breast cancer": CLASSIFICATION, "a thousand rows": ("exact RBF",), "a million rows": ("SVGP",)}
-BY_DEFAULT = [name for name in PROBLEMS if not name.split()[-1].isdigit() or int(name.split()[-1]) < SPLITS]
+ALL_SPLITS = 20  # of which the first few are run when nobody says
+PROBLEMS = {**{f"{name} {split}": REGRESSION for name in ("yacht", "energy") for split in range(ALL_SPLITS)},
+            "breast cancer": CLASSIFICATION, **{f"breast cancer {split}": CLASSIFICATION for split in range(1, ALL_SPLITS)},
+            "a thousand rows": ("exact RBF",), "a million rows": ("SVGP",)}
 SIZES = {"a thousand rows": (1000, 3), "a million rows": (1_000_000, 8)}  # made up, N and D
 
 
+def parts(name: str) -> tuple[str, int]:
+    "The data and the split; a name without a number is split 0."
+    data, _, split = name.rpartition(" ")
+    return (data, int(split)) if split.isdigit() else (name, 0)
+
+
+BY_DEFAULT = [name for name, methods in PROBLEMS.items() if parts(name)[1] < (SPLITS if methods == REGRESSION else 1)]
+
+
 def problem(name: str) -> dict:
-    "Arrays X, y, Xs, ys in standard units and inducing inputs Z; labels are 0 and 1."
-    random = np.random.default_rng(0)
-    if name == "breast cancer":
+    "Arrays X, y, Xs, ys in standard units and inducing inputs Z; labels are 0 and 1. Standard splits of UCI's, else splits at random."
+    data, split = parts(name)
+    kind = "labels" if data == "breast cancer" else "values"
+    random = np.random.default_rng(split if kind == "labels" else 0)
+    if data == "breast cancer":
         from sklearn.datasets import load_breast_cancer
         X, y = load_breast_cancer(return_X_y=True)
         order = random.permutation(len(X))
@@ -51,14 +67,13 @@ def problem(name: str) -> dict:
         train, test = np.arange(N), np.arange(N, len(X))
     else:
         from gp_thesis.data import standard_split, uci
-        data, split = name.split()
-        parts = standard_split(uci(data), int(split))
-        X, y = (np.concatenate([getattr(part, kind) for part in parts]) for kind in "Xy")
-        train, test = np.split(np.arange(len(X)), [len(parts[0].X)])
+        both = standard_split(uci(data), split)
+        X, y = (np.concatenate([getattr(part, array) for part in both]) for array in "Xy")
+        train, test = np.split(np.arange(len(X)), [len(both[0].X)])
     unit = lambda a: (a - a[train].mean(0)) / np.where(a[train].std(0) > 0, a[train].std(0), 1)
-    X, y = unit(X), y.astype(float) if name == "breast cancer" else unit(y)
+    X, y = unit(X), y.astype(float) if kind == "labels" else unit(y)
     Z = X[random.permutation(train)[:INDUCING if name != "a million rows" else 200]]
-    return {"X": X[train], "y": y[train], "Xs": X[test], "ys": y[test], "Z": Z, "kind": "labels" if name == "breast cancer" else "values"}
+    return {"X": X[train], "y": y[train], "Xs": X[test], "ys": y[test], "Z": Z, "kind": kind}
 
 
 def regression_scores(mean, variance, ys) -> tuple[np.ndarray, np.ndarray]:
@@ -71,18 +86,18 @@ def label_scores(p, ys) -> tuple[np.ndarray, np.ndarray]:
     return (p > 0.5) != ys, np.log(np.where(ys > 0, p, 1 - p))
 
 
-def gp_thesis(method, X, y, Xs, ys, Z, kind):
+def gp_thesis(method, X, y, Xs, ys, Z, kind, limit):
     import gp_thesis as gpt
     import jax
     import optax
     jax.config.update("jax_enable_x64", True)
     kernel = (gpt.Matern52 if "Matern52" in method else gpt.RBF)(np.ones(X.shape[1]))
     model = gpt.GP(kernel, gpt.Bernoulli() if kind == "labels" else gpt.Gaussian(0.1))
-    inducing, settings = gpt.InducingPoints(Z), {}
+    inducing, settings = gpt.InducingPoints(Z), dict(steps=limit)
     if method == "SVGP":
         settings = dict(optimiser=optax.adam(RATE), steps=STEPS, batch_size=BATCH, key=jax.random.key(0))
     if method.endswith("best of 4"):
-        settings = dict(restarts=4, key=jax.random.key(0))
+        settings |= dict(restarts=4, key=jax.random.key(0))
     approx = {"exact": gpt.Exact, "VGP": lambda model: gpt.VGP(model, len(X)), "EP": gpt.EP}.get(method.split()[0])
     sparse = {"VFE": gpt.VFE, "FITC": gpt.FITC, "SVGP": gpt.SVGP,
               "power 0.5": lambda model, inducing: gpt.PowerEPRegression(model, inducing, 0.5)}.get(method)
@@ -100,7 +115,7 @@ def again(method, **data):
     return gp_thesis(method, **data) if method.startswith("exact") else None
 
 
-def sklearn(method, X, y, Xs, ys, Z, kind):
+def sklearn(method, X, y, Xs, ys, Z, kind, limit):
     from sklearn.gaussian_process import GaussianProcessClassifier, GaussianProcessRegressor
     from sklearn.gaussian_process.kernels import RBF, ConstantKernel, Matern, WhiteKernel
     scale = np.ones(X.shape[1])
@@ -116,7 +131,7 @@ def sklearn(method, X, y, Xs, ys, Z, kind):
     return model.log_marginal_likelihood_value_, *regression_scores(mean, deviation**2, ys)
 
 
-def gpflow(method, X, y, Xs, ys, Z, kind):
+def gpflow(method, X, y, Xs, ys, Z, kind, limit):
     import gpflow
     import tensorflow as tf
     kernel = (gpflow.kernels.Matern52 if method.endswith("Matern52") else gpflow.kernels.SquaredExponential)(lengthscales=np.ones(X.shape[1]))
@@ -144,14 +159,14 @@ def gpflow(method, X, y, Xs, ys, Z, kind):
         if (make := models.get(method.split()[0])) is None:
             return None
         model = make()
-        gpflow.optimizers.Scipy().minimize(model.training_loss, model.trainable_variables, options={"maxiter": 1000})
+        gpflow.optimizers.Scipy().minimize(model.training_loss, model.trainable_variables, options={"maxiter": limit})
         objective = -float(model.training_loss())
     mean, variance = (a.numpy()[:, 0] for a in model.predict_y(Xs))
     scores = label_scores(mean, ys) if kind == "labels" else regression_scores(mean, variance, ys)
     return objective, *scores
 
 
-def gpytorch(method, X, y, Xs, ys, Z, kind):
+def gpytorch(method, X, y, Xs, ys, Z, kind, limit):
     import gpytorch
     import torch
     torch.set_default_dtype(torch.float64)
@@ -188,7 +203,7 @@ def gpytorch(method, X, y, Xs, ys, Z, kind):
             kernel = gpytorch.kernels.InducingPointKernel(kernel, Z, likelihood)
         model.kernel = kernel
         objective = gpytorch.mlls.ExactMarginalLogLikelihood(likelihood, model)
-        optimiser = torch.optim.LBFGS([*model.parameters()], max_iter=1000, line_search_fn="strong_wolfe")
+        optimiser = torch.optim.LBFGS([*model.parameters()], max_iter=limit, line_search_fn="strong_wolfe")
 
         def closure():
             optimiser.zero_grad()
@@ -218,7 +233,8 @@ def worker(library: str, method: str, file: str) -> dict:
         import jax
         jax.config.update("jax_compilation_cache_dir", str(Path(file).with_name("programs")))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    found = globals()[library](method, **arrays)
+    limit = SCIPY_LIMIT if method.endswith(TO_ITS_END) else LIMIT
+    found = globals()[library](method.removesuffix(TO_ITS_END), limit=limit, **arrays)
     if found is None:
         return {"absent": True}
     used = resource.getrusage(resource.RUSAGE_SELF)
@@ -247,9 +263,9 @@ def behind(file, libraries) -> dict:
 def over_splits(runs: dict) -> str:
     "Scores of each method, means over the splits that we and the best peer have run, the standard error of paired differences, and when."
     lines = [f"{'over the splits of':<20}{'method':<27}{'':<9}{'ours':>9}{'best peer':>11}  {'by':<11}{'ours less peer':>16}  measured"]
-    for data in dict.fromkeys(name.split()[0] for name in runs if name.split()[-1].isdigit()):
-        splits = [runs[name] for name in runs if name.split()[0] == data]
-        for method, score in ((method, score) for method in REGRESSION for score in ("error", "density")):
+    for data in dict.fromkeys(parts(name)[0] for name in runs):
+        splits = [runs[name] for name in runs if parts(name)[0] == data]
+        for method, score in ((method, score) for method in METHODS for score in ("error", "density")):
             pairs = {peer: [(rows[OURS], rows[peer]) for rows in (split.get(method, {}) for split in splits)
                             if all("processor" in rows.get(library, {}) for library in (OURS, peer))]
                      for peer in ("gpflow", "gpytorch", "sklearn")}
@@ -265,9 +281,9 @@ def over_splits(runs: dict) -> str:
 
 
 def over_rows(runs: dict) -> str:
-    "Where there is one split: our scores less each peer's, with the standard error of paired differences over the test rows."
+    "Where the name has no number: our scores less each peer's, with the standard error of paired differences over the test rows."
     lines = [f"{'over test rows of':<20}{'method':<27}{'peer':<11}{'ours less peer: error':>24}{'log density':>20}"]
-    for name, method, peer, found in ((name, method, peer, found) for name, methods in runs.items() if not name.split()[-1].isdigit()
+    for name, method, peer, found in ((name, method, peer, found) for name, methods in runs.items() if parts(name)[0] == name
                                       for method, rows in methods.items() for peer, found in rows.items()):
         if gap := found.get("ours less this"):
             lines.append(f"{name:<20}{method:<27}{peer:<11}" + "".join(f"{gap[score][0]:{w}.4f} ± {gap[score][1]:.4f}" for score, w in (("error", 15), ("density", 11))))
@@ -327,9 +343,10 @@ def middle(found: list[dict]) -> dict:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help=f"of {[*BY_DEFAULT]}, which are run by default, or further splits, such as 'yacht 7'")
-    libraries, methods = ["gpflow", "gpytorch", "sklearn", OURS, AGAIN], list(dict.fromkeys(REGRESSION + CLASSIFICATION))
+    libraries = ["gpflow", "gpytorch", "sklearn", OURS, AGAIN]
     parser.add_argument("--libraries", nargs="*", choices=libraries, default=libraries, help="with none: only what is recorded")
-    parser.add_argument("--methods", nargs="*", choices=methods, default=methods, help="such as 'exact RBF'; all by default")
+    parser.add_argument("--methods", nargs="*", choices=METHODS, default=[name for name in METHODS if not name.endswith(TO_ITS_END)],
+                        help="such as 'exact RBF'; by default all but those to the end")
     parser.add_argument("--rounds", type=int, default=1, help="runs of each in turns, of which the one of median processor time counts")
     parser.add_argument("--folder", default="", help="within results/, for another kind of machine, such as intel")
     parser.add_argument("--no-write", dest="write", action="store_false", help="leave results/ alone")
