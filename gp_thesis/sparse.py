@@ -25,7 +25,8 @@ from .inducing import (
 from .linalg import cholesky, inverse_lower, log_determinant, precise
 from .parameters import Fixed, suggesting
 from .products import (
-    chunk_rows, gram, in_one_chunk, log_normaliser, over_rows, projected_gram, solve)
+    chunk_rows, gram, in_motion, in_one_chunk, is_kept, log_normaliser, over_rows,
+    projected_gram, solve)
 
 # %% ../nbs/23_sparse_regression.ipynb #c020
 class Statistics(eqx.Module):
@@ -88,15 +89,19 @@ class Sums(NamedTuple):
 def power_zero_sums(approx, factor, X, R):
     "@eq-vfe-sums over all rows, a chunk at a time."
     kernel, M = approx.model.kernel, len(factor.L)
-    corrected = in_one_chunk(len(X), M)
+    corrected, kept = in_one_chunk(len(X), M), is_kept(len(X), M)
 
     def of_rows(X, R):
         Kuf = approx.inducing.cross_covariance(kernel, X)
-        C, b = projected_gram(factor, Kuf, R, corrected)
+        C, b = projected_gram(factor, Kuf, R, corrected, kept)
         variance = jnp.sum(kernel.evaluate_diag(X))
         return Sums(C, b, jnp.sum(R**2), variance, jnp.asarray(len(X), R.dtype))
 
-    return over_rows(of_rows, chunk_rows(M), (X, R))
+    sums = over_rows(of_rows, chunk_rows(M), (X, R), again=not kept)
+    if not kept:
+        return sums
+    C, b = in_motion(factor, sums.gram, sums.projected)
+    return sums._replace(gram=C, projected=b)
 
 
 def power_zero_statistics(approx, sums):

@@ -7,9 +7,9 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 
 from gp_thesis import products
-from gp_thesis.products import (at_optimum, chunk_rows, gram, in_one_chunk, log_normaliser, over_rows, project, projected_gram,
-                                quadratic_forms, rows_at_once, solution, solve, squares, training_marginals, unexplained,
-                                with_inverse)
+from gp_thesis.products import (at_optimum, chunk_rows, gram, in_motion, in_one_chunk, log_normaliser, over_rows, project,
+                                projected_gram, quadratic_forms, rows_at_once, solution, solve, squares, training_marginals,
+                                unexplained, with_inverse)
 
 rng = np.random.default_rng(0)
 M, N = 3, 4
@@ -129,10 +129,11 @@ def test_a_correction_mends_a_product_with_the_inverse_of_a_nearly_singular_tria
     assert corrected < 1e-13 < 1e-12 < product
 
 
-def sums(L, X, r, corrected):
+def sums(L, X, r, corrected, at_rest):
     "C = A Aᵀ and b = A r over rows in chunks, where K_uf is nonlinear in the rows."
-    of_rows = lambda X, r: projected_gram(factor(L), jnp.cos(X.T), r, corrected)
-    return over_rows(of_rows, chunk_rows(M), (X, r))
+    of_rows = lambda X, r: projected_gram(factor(L), jnp.cos(X.T), r, corrected, at_rest)
+    found = over_rows(of_rows, chunk_rows(M), (X, r), again=not at_rest)
+    return in_motion(factor(L), *found) if at_rest else found
 
 
 def plain_sums(L, X, r):
@@ -140,13 +141,14 @@ def plain_sums(L, X, r):
     return A @ A.T, A @ r
 
 
+@pytest.mark.parametrize("at_rest", [False, True])
 @pytest.mark.parametrize("chunk, corrected", [(2**19, True), (2 * M, False), (2 * M, True)])
-def test_projected_sums_are_the_plain_ones_in_one_chunk_and_in_several(chunk, corrected, monkeypatch):
+def test_projected_sums_are_the_plain_ones_in_one_chunk_and_in_several(chunk, corrected, at_rest, monkeypatch):
     monkeypatch.setattr(products, "TALL", 0)
     monkeypatch.setattr(products, "CHUNK", chunk)
     assert in_one_chunk(5, M) == (chunk > 5 * M)
     columns = normal(5) if corrected else normal(5, 2)
-    same_to_second_order(lambda *args: sums(*args, corrected), plain_sums, L, normal(5, M), columns)
+    same_to_second_order(lambda *args: sums(*args, corrected, at_rest), plain_sums, L, normal(5, M), columns)
 
 
 @pytest.mark.parametrize("rows", [4, 7])

@@ -216,7 +216,11 @@ def test_float32_gradients_are_finite_and_close(case):
     assert np.abs(single - double).max() < 1e-2 * np.abs(double).max()
 
 
-def test_chunks_of_rows_change_nothing(monkeypatch):
+KEPT_OR_COMPUTED_AGAIN = pytest.mark.parametrize("kept", [2**24, 0])
+
+
+@KEPT_OR_COMPUTED_AGAIN
+def test_chunks_of_rows_change_nothing(kept, monkeypatch):
     model, X, y = problem(rows=103)
     approxes = [PowerEPRegression(model, InducingPoints(X[:6] + 0.05), power) for power in (0.0, np.linspace(0, 1, 103))]
 
@@ -231,16 +235,18 @@ def test_chunks_of_rows_change_nothing(monkeypatch):
     at_once = [everything(approx) for approx in approxes]
     monkeypatch.setattr(products, "TALL", 0)
     monkeypatch.setattr(products, "CHUNK", 6 * 20)
+    monkeypatch.setattr(products, "KEPT", kept)
     for approx, (value, gradient, m) in zip(approxes, at_once):
         in_chunks = everything(approx)
         assert np.allclose(in_chunks[0], value, rtol=1e-12) and np.allclose(in_chunks[2], m, rtol=1e-8)
         assert np.allclose(in_chunks[1], gradient, rtol=1e-8, atol=1e-8 * np.abs(gradient).max())
 
 
-def test_slopes_in_chunks_are_those_at_once_where_K_uu_is_nearly_singular(monkeypatch):
+@KEPT_OR_COMPUTED_AGAIN
+def test_slopes_in_chunks_are_those_at_once_where_K_uu_is_nearly_singular(kept, monkeypatch):
     """The parts that come through K_uf and through L are large and all but cancel, so both need the same A.
 
-    With a part of L that is put in once for all rows the two differ by a hundredth."""
+    With a part of L that is put in once for all rows, and an A that is computed again, the two differ by a hundredth."""
     rng = np.random.default_rng(0)
     plane = rng.uniform(0, 3, (3000, 2))
     X, y = np.tanh(plane @ rng.normal(size=(2, 16))), np.sin(2 * plane[:, 0]) * plane[:, 1]
@@ -251,7 +257,22 @@ def test_slopes_in_chunks_are_those_at_once_where_K_uu_is_nearly_singular(monkey
     at_once = slope()
     monkeypatch.setattr(products, "TALL", 0)
     monkeypatch.setattr(products, "CHUNK", 2**17)
+    monkeypatch.setattr(products, "KEPT", kept)
     assert np.linalg.norm(slope() - at_once) < 1e-3 * np.linalg.norm(at_once)
+
+
+def test_curvature_is_the_same_whether_rows_are_kept_or_computed_again(monkeypatch):
+    model, X, y = problem(rows=43)
+    trainable, rest = gpt.partition(VFE(model, InducingPoints(X[:6] + 0.05)))
+    flat, unravel = ravel_pytree(trainable)
+    bound = lambda flat: gpt.unwrap(eqx.combine(unravel(flat), rest)).bound(X, y)
+    at_once = jax.jit(jax.hessian(bound))(flat)
+    monkeypatch.setattr(products, "TALL", 0)
+    monkeypatch.setattr(products, "CHUNK", 6 * 20)
+    for kept in (2**24, 0):
+        monkeypatch.setattr(products, "KEPT", kept)
+        curvature = jax.jit(jax.hessian(lambda flat: bound(flat)))(flat)
+        assert np.allclose(curvature, at_once, rtol=1e-7, atol=1e-8 * np.abs(at_once).max())
 
 
 @eqx.filter_jit
