@@ -111,6 +111,7 @@ def projected_gram(
     at_rest: bool = False,  # Whether the sum will be put `in_motion`, and L is constant
 ) -> tuple[Array, Array]:  # (M, M), and (M,) or (M, P)
     "C = A Aᵀ and b = A R with A = L⁻¹ Kuf, to be added up over rows."
+    factor = lax.stop_gradient(factor) if at_rest else factor
     A = solve(factor, Kuf, corrected)
     return A @ A.T, A @ R
 
@@ -127,28 +128,22 @@ def _projected_gram_jvp(corrected, at_rest, primals, tangents):
     return (A @ A.T, A @ R), slopes  # of the same A
 
 # %% ../nbs/06_products.ipynb #c015b
-@jax.custom_jvp
 def _unit(factor):
-    "L⁻¹ L₀ at L = L₀, the identity."
-    return jnp.eye(len(factor.L), dtype=factor.L.dtype)
-
-
-@_unit.defjvp
-@precise
-def _unit_jvp(primals, tangents):
-    (factor,), (d_factor,) = primals, tangents
-    E, U = relative_tangent(factor.inverse, d_factor.K), _unit(factor)
-    return U, -E @ U
+    "L⁻¹ L₀ at L = L₀, the identity, with its derivative in L."
+    P = factor.inverse @ lax.stop_gradient(factor.L)
+    return jnp.eye(len(P), dtype=P.dtype) + (P - lax.stop_gradient(P))
 
 
 @jax.custom_jvp
+@precise
 def in_motion(
     factor: Factor,  # Of K_uu
     C: Array,  # (M, M), a sum of `projected_gram` at rest
     b: Array,  # (M,) or (M, P), the sum that belongs to it
 ) -> tuple[Array, Array]:
     "C and b themselves, with their derivative in the factor, too."
-    return C, b
+    U = _unit(factor)
+    return U @ C @ U.T, U @ b
 
 
 @in_motion.defjvp

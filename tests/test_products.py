@@ -151,6 +151,21 @@ def test_projected_sums_are_the_plain_ones_in_one_chunk_and_in_several(chunk, co
     same_to_second_order(lambda *args: sums(*args, corrected, at_rest), plain_sums, L, normal(5, M), columns)
 
 
+def test_sums_that_are_put_in_motion_keep_their_second_derivative_within_a_loop():
+    "JAX drops rules from a part of a loop that it takes the gradient of, so that the functions under them count."
+    X, r, direction = normal(5, M), normal(5), normal(M, M)
+
+    def curvature(function):
+        def of_one(L, c):
+            C, b = function(c * L, X, r)
+            return jnp.sum(jnp.sin(C)) + jnp.sum(b**3)
+        slope = jax.grad(lambda L: jnp.sum(lax.map(lambda c: of_one(L, c), jnp.array([1.0, 1.3]))))
+        return jax.jit(lambda L: jax.jvp(slope, (L,), (direction,))[1])(L)
+
+    known = curvature(plain_sums)
+    assert np.allclose(curvature(lambda *args: sums(*args, False, True)), known, rtol=1e-8, atol=1e-9 * np.abs(known).max())
+
+
 @pytest.mark.parametrize("rows", [4, 7])
 def test_chunks_of_rows_change_neither_value_nor_derivatives(rows, monkeypatch):
     def plain(theta, X, y):  # a tree of results, one of which counts rows
