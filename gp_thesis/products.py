@@ -108,7 +108,7 @@ def projected_gram(
     Kuf: Array,  # (M, N)
     R: Array,  # (N,) or (N, P)
     corrected: bool,  # As for `solve`
-    at_rest: bool = False,  # Whether the sum will be put `in_motion`, and L is constant
+    at_rest: bool = False,  # Whether L is constant, until `in_motion`
 ) -> tuple[Array, Array]:  # (M, M), and (M,) or (M, P)
     "C = A Aᵀ and b = A R with A = L⁻¹ Kuf, to be added up over rows."
     factor = lax.stop_gradient(factor) if at_rest else factor
