@@ -316,8 +316,8 @@ class PowerEP(Approximation):
     `EP` and `GFITC` are power 1; towards 0 come `VGP` and `SVGP` (not for `Softmax`,
     whose expectations these bound). O(N M²) time for a round and O(N M) memory, P times
     that for P latent functions. Without a fixed point, objective and posterior raise
-    `equinox.EquinoxRuntimeError`, or are NaN within `nan_on_failure`. JAX loses second
-    derivatives inside of a `lax.scan`. [@minka2001; @bui2017thesis, section 2.3]"""
+    `equinox.EquinoxRuntimeError`, or are NaN within `nan_on_failure`.
+    [@minka2001; @bui2017thesis, section 2.3]"""
     model: GP  # what is believed of f and y
     inducing: InducingVariables | None = None  # such as InducingPoints(Z); None: all X
     power: Fixed | None = eqx.field(default=1.0, converter=as_power)  # α in (0, 1]

@@ -20,7 +20,7 @@ from jaxtyping import Array
 
 from .linalg import (
     cholesky, inverse_lower, inverses, log_determinant, lower_times, precise,
-    relative_tangent, solve_lower, times, times_tangent)
+    relative_tangent, ruled, solve_lower, times, times_tangent)
 
 # %% ../nbs/06_products.ipynb #c008
 class Projection(NamedTuple):
@@ -298,27 +298,35 @@ def training_marginals(
     return mean, jnp.maximum(variances + excess, floor)
 
 # %% ../nbs/06_products.ipynb #c028
-@eqx.filter_custom_jvp
-def solution(s, theta, *, residual):
-    """s, found by whatever means, with the derivative of residual(s, theta) = 0.
-
-    s is arrays, theta any tree; `residual` closes over nothing that has derivatives.
-    No second derivatives of a `lax.scan` that this is in: JAX drops the rule there."""
-    return s
-
-
-@solution.def_jvp
-def _solution_jvp(primals, tangents, *, residual):
-    (s, theta), (_, d_theta) = primals, tangents
-    s = solution(s, theta, residual=residual)
+def _implicit_tangent(residual, s, theta, d_theta):
+    "ds where theta moves by d_theta, @eq-implicit."
     _, force = eqx.filter_jvp(lambda theta: residual(s, theta), (theta,), (d_theta,))
     in_s = lambda ds: jax.jvp(lambda s: residual(s, theta), (s,), (ds,))[1]
     eps = jnp.finfo(jax.tree.leaves(s)[0].dtype).eps
     krylov = lambda A, b: bicgstab(A, b, tol=100 * eps, maxiter=200)[0]
     ds = lax.custom_linear_solve(in_s, force, solve=krylov, transpose_solve=krylov)
-    return s, jax.tree.map(jnp.negative, ds)  # @eq-implicit
+    return jax.tree.map(jnp.negative, ds)
 
 
+def solution(s, theta, *, residual):
+    """s, found by whatever means, with the derivative of residual(s, theta) = 0.
+
+    s is arrays, theta any tree; `residual` closes over nothing that has derivatives."""
+    dynamic, static = eqx.partition((s, theta), eqx.is_array)
+    leaves, tree = jax.tree.flatten(dynamic)
+    number = len(jax.tree.leaves(s))
+
+    def rule(primals, tangents):
+        s, theta = eqx.combine(jax.tree.unflatten(tree, primals), static)
+        _, d_theta = jax.tree.unflatten(tree, tangents)
+        s = solution(s, theta, residual=residual)
+        ds = _implicit_tangent(residual, s, theta, d_theta)
+        return jax.tree.leaves(s), jax.tree.leaves(ds)
+
+    found = ruled(lambda *leaves: leaves[:number], rule)(*leaves)
+    return jax.tree.unflatten(jax.tree.structure(s), found)
+
+# %% ../nbs/06_products.ipynb #c028a
 @eqx.filter_custom_jvp
 def at_optimum(theta, *, function, find):
     """function(s, theta) at s = find(theta), where its derivative in s is zero.

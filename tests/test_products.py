@@ -7,6 +7,7 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 
 from gp_thesis import products
+from gp_thesis.linalg import cholesky, inverse_lower, solve_lower
 from gp_thesis.products import (at_optimum, chunk_rows, gram, in_motion, in_one_chunk, log_normaliser, over_rows, project,
                                 projected_gram, quadratic_forms, rows_at_once, solution, solve, squares, training_marginals,
                                 unexplained, with_inverse)
@@ -151,19 +152,30 @@ def test_projected_sums_are_the_plain_ones_in_one_chunk_and_in_several(chunk, co
     same_to_second_order(lambda *args: sums(*args, corrected, at_rest), plain_sums, L, normal(5, M), columns)
 
 
-def test_sums_that_are_put_in_motion_keep_their_second_derivative_within_a_loop():
-    "JAX drops rules from a part of a loop that it takes the gradient of, so that the functions under them count."
-    X, r, direction = normal(5, M), normal(5), normal(M, M)
+def in_a_loop(function):
+    "JAX drops the rules of `custom_jvp` from a part of a loop that it takes the gradient of."
+    scaled = lambda args, c: jax.tree.map(lambda a: c * a, args)
+    return lambda *args: lax.map(lambda c: function(*scaled(args, c)), jnp.array([1.0, 1.1]))
 
-    def curvature(function):
-        def of_one(L, c):
-            C, b = function(c * L, X, r)
-            return jnp.sum(jnp.sin(C)) + jnp.sum(b**3)
-        slope = jax.grad(lambda L: jnp.sum(lax.map(lambda c: of_one(L, c), jnp.array([1.0, 1.3]))))
-        return jax.jit(lambda L: jax.jvp(slope, (L,), (direction,))[1])(L)
 
-    known = curvature(plain_sums)
-    assert np.allclose(curvature(lambda *args: sums(*args, False, True)), known, rtol=1e-8, atol=1e-9 * np.abs(known).max())
+@pytest.mark.parametrize("at_rest", [False, True])
+def test_projected_sums_keep_their_derivatives_within_a_loop(at_rest):
+    ours = lambda *args: sums(*args, False, at_rest)
+    same_to_second_order(in_a_loop(ours), in_a_loop(plain_sums), L, normal(5, M), normal(5))
+
+
+K, B = L @ L.T, normal(M, 2)
+symmetric = lambda K: (K + K.T) / 2
+FACTORS = {"cholesky": (lambda K: cholesky(symmetric(K)), lambda K: jnp.linalg.cholesky(symmetric(K)), K),
+           "inverse": (lambda L: inverse_lower(jnp.tril(L)), lambda L: jnp.linalg.inv(jnp.tril(L)), L),
+           "solve": (solve_lower, substitution, L, B),
+           "batch": (jax.vmap(lambda K: cholesky(symmetric(K))), lambda K: jnp.linalg.cholesky((K + K.mT) / 2), np.stack([K, 2 * K]))}
+
+
+@pytest.mark.parametrize("name", FACTORS)
+def test_factors_and_solves_keep_their_derivatives_within_a_loop(name):
+    ours, plain, *args = FACTORS[name]
+    same_to_second_order(in_a_loop(ours), in_a_loop(plain), *args)
 
 
 @pytest.mark.parametrize("rows", [4, 7])
@@ -214,6 +226,7 @@ THETA = {"gain": np.array(0.9), "shift": np.array([0.3, -0.7])}
 def test_a_solution_has_the_derivatives_of_the_loop_that_finds_it():
     ours = lambda theta: solution(fixed_point(lax.stop_gradient(theta)), theta, residual=residual)
     same_to_second_order(ours, fixed_point, THETA)
+    same_to_second_order(in_a_loop(ours), in_a_loop(fixed_point), THETA)
 
 
 def energy(s, theta):
@@ -231,7 +244,9 @@ def test_a_value_at_an_optimum_has_the_derivatives_of_the_whole_loop():
         return solution(descend(lax.stop_gradient(theta)), theta, residual=jax.grad(energy))
 
     ours = lambda theta: at_optimum(theta, function=energy, find=find)
-    same_to_second_order(ours, lambda theta: energy(descend(theta), theta), THETA)
+    plain = lambda theta: energy(descend(theta), theta)
+    same_to_second_order(ours, plain, THETA)
+    same_to_second_order(in_a_loop(ours), in_a_loop(plain), THETA)
 
 
 def test_a_first_derivative_at_an_optimum_does_not_go_through_the_loop():
