@@ -566,6 +566,7 @@ def _invert(L):
 
 
 @_invert.defjvp
+@precise
 def _invert_jvp(primals, tangents):
     X = _invert(*primals)
     return X, -X @ tangents[0] @ X  # @eq-inverse-forward
