@@ -312,6 +312,7 @@ def solution(s, theta, *, residual):
     """s, found by whatever means, with the derivative of residual(s, theta) = 0.
 
     s is arrays, theta any tree; `residual` closes over nothing that has derivatives."""
+    s = jax.tree.map(jnp.asarray, s)
     dynamic, static = eqx.partition((s, theta), eqx.is_array)
     leaves, tree = jax.tree.flatten(dynamic)
     number = len(jax.tree.leaves(s))

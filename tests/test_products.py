@@ -226,6 +226,7 @@ THETA = {"gain": np.array(0.9), "shift": np.array([0.3, -0.7])}
 def test_a_solution_has_the_derivatives_of_the_loop_that_finds_it():
     ours = lambda theta: solution(fixed_point(lax.stop_gradient(theta)), theta, residual=residual)
     same_to_second_order(ours, fixed_point, THETA)
+    assert np.array_equal(solution(np.ones(2), THETA, residual=residual), np.ones(2))  # NumPy's are arrays, too
     same_to_second_order(in_a_loop(ours), in_a_loop(fixed_point), THETA)
 
 
