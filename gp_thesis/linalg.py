@@ -306,6 +306,15 @@ def _known(**options):
         return False
 
 # %% ../nbs/02_linalg.ipynb #c010g
+def _of_leaves(function, structure):
+    "The function of an argument's leaves, to its result's leaves and structure."
+    def call(*leaves):
+        return jax.tree.flatten(function(*structure.unflatten(leaves)))
+
+    call.__name__ = call.__qualname__ = getattr(function, "__name__", "call")
+    return call
+
+
 def _jit(function, kind_of):
     "`equinox.filter_jit`, with the options that there are for such arguments."
     plain, programs = eqx.filter_jit(function), {}
@@ -314,20 +323,22 @@ def _jit(function, kind_of):
     def call(*arguments):
         if isinstance(lax.stop_gradient(0.0), jax.core.Tracer):  # within a program
             return function(*arguments)
-        leaves = jax.tree.leaves(arguments)
+        leaves, structure = jax.tree.flatten(arguments)  # once: it is Python's work
         if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
             return plain(*arguments)
         options = _options(kind_of(leaves), leaves)
-        key = frozenset(options.items())
+        key = structure, frozenset(options.items())
         if key not in programs:
-            programs[key] = eqx.filter_jit(function, compiler_options=options)
+            flat = _of_leaves(function, structure)
+            programs[key] = eqx.filter_jit(flat, compiler_options=options)
         try:
-            return programs[key](*arguments)
+            leaves, structure = programs[key](*leaves)
         except jax.errors.JaxRuntimeError:  # the function's own, or of another XLA
             if _known(**options):
                 raise
-            programs[key] = plain
-            return plain(*arguments)
+            programs[key] = eqx.filter_jit(_of_leaves(function, structure))
+            leaves, structure = programs[key](*leaves)
+        return structure.unflatten(leaves)
 
     return call
 

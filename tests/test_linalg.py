@@ -426,6 +426,47 @@ def test_only_what_runs_a_few_times_on_short_arrays_is_drafted(monkeypatch):
         assert jit(total)(arrays, "sum") == sum(a.size for a in arrays) and asked.pop() == level and not asked
 
 
+@pytest.mark.parametrize("jit", [linalg.quick_jit, linalg.draft_jit])
+def test_a_program_is_traced_once_for_each_structure_and_returns_what_is_no_array(jit):
+    traced = []
+
+    class Power(eqx.Module):
+        base: jax.Array
+        exponent: int = eqx.field(static=True)
+
+    @jit
+    def up(power, name):
+        traced.append((power.exponent, name))
+        return Power(power.base**power.exponent, power.exponent + 1), name, None
+
+    for base, exponent, name in ((2.0, 2, "a"), (3.0, 2, "a"), (3.0, 3, "a"), (3.0, 3, "b"), (2.0, 3, "a")):
+        power, same, nothing = up(Power(jnp.array(base), exponent), name)
+        assert (power.base, power.exponent, same, nothing) == (base**exponent, exponent + 1, name, None)
+    assert traced == [(2, "a"), (3, "a"), (3, "b")]
+
+
+def test_a_call_takes_its_arguments_apart_once():
+    apart = []
+
+    @jax.tree_util.register_pytree_node_class
+    class Pair:
+        def __init__(self, *numbers):
+            self.numbers = numbers
+
+        def tree_flatten(self):
+            apart.append(1)
+            return self.numbers, None
+
+        @classmethod
+        def tree_unflatten(cls, _, numbers):
+            return cls(*numbers)
+
+    total, pair = linalg.quick_jit(lambda pair: sum(pair.numbers)), Pair(jnp.ones(2), jnp.zeros(2))
+    total(pair)
+    apart.clear()
+    assert total(pair).sum() == 2 and len(apart) == 1
+
+
 def test_an_error_of_the_function_itself_is_raised_and_it_runs_once():
     runs = []
 
