@@ -342,7 +342,7 @@ def _jit(function, kind_of):
 
     return call
 
-
+# %% ../nbs/02_linalg.ipynb #c010k
 def quick_jit(function):
     "`equinox.filter_jit`, whose programs compile sooner and run about as fast."
     return _jit(function, lambda leaves: QUICK)
