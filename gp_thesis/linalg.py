@@ -307,7 +307,7 @@ def _known(**options):
 
 # %% ../nbs/02_linalg.ipynb #c010g
 def _of_leaves(function, structure):
-    "The function of an argument's leaves, to its result's leaves and structure."
+    "From the leaves of the arguments to those of the result, and its structure."
     def call(*leaves):
         return jax.tree.flatten(function(*structure.unflatten(leaves)))
 
