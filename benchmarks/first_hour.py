@@ -3,11 +3,12 @@
 Each run is a process of its own: import, model, fit from the same start, prediction of the test rows. Scores are in standard
 units (root mean squared error and mean log density; error rate and mean log probability), the objective is what was maximised,
 seconds are those of the whole process: on the wall, and of the processor over all threads. Regression: three standard splits
-each; the best of four starts where a library has such a thing. `again` is our run once more with README's two lines for JAX's
-cache, which the first such run has filled: what every run but the first costs. Writes results/first_hour.json after each
-problem, and keeps what it holds of others, problems or libraries, from the same kind of machine, so that the whole can be run
-in parts; each row has the date of its run. Further splits are run when they are named, such as 'yacht 7' or 'breast cancer 2',
-and so are 'VFE, to its end' and 'VGP, to its end', which do not stop after a thousand iterations of L-BFGS as the others do.
+each; the best of two and of four starts where a library has such a thing, and at the end our two beside one of a peer ("2 for 1").
+`again` is our run once more with README's two lines for JAX's cache, which the first such run has filled: what every run but the
+first costs. Writes results/first_hour.json after each problem, and keeps what it holds of others, problems or libraries, from the
+same kind of machine, so that the whole can be run in parts; each row has the date of its run. Further splits are run when they are
+named, such as 'yacht 7' or 'breast cancer 2', and so are 'VFE, to its end' and 'VGP, to its end', which do not stop after a thousand
+iterations of L-BFGS as the others do.
 The functions of the libraries are named after them; a library without a method has no row."""
 
 import argparse
@@ -18,6 +19,7 @@ import sys
 import tempfile
 import time
 from datetime import date
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -25,11 +27,14 @@ from machine import in_words
 from report import OURS, recorded, write
 from run import in_process
 
-EXACT = ("exact RBF", "exact Matern52", "exact RBF, best of 4", "exact Matern52, best of 4")
+ONE_START = ("exact RBF", "exact Matern52")
+EXACT = (*ONE_START, *(f"{method}, best of {number}" for number in (2, 4) for method in ONE_START))
 TO_ITS_END = ", to its end"  # with SciPy's own limit of iterations
 REGRESSION = (*EXACT, "VFE", "FITC", "power 0.5", "SVGP", "VFE" + TO_ITS_END)
 CLASSIFICATION = ("VGP", "EP", "Laplace", "SVGP", "VGP" + TO_ITS_END)
 METHODS = list(dict.fromkeys(REGRESSION + CLASSIFICATION))
+TWO_FOR_ONE = {f"{method}, 2 for 1": (f"{method}, best of 2", method) for method in ONE_START}
+COMPARED = {method: (method, method) for method in METHODS} | TWO_FOR_ONE  # our method and the peers'
 SPLITS, INDUCING, STEPS, BATCH, RATE = 3, 50, 2000, 256, 0.01
 LIMIT, SCIPY_LIMIT = 1000, 15_000
 AGAIN = "again"
@@ -76,6 +81,11 @@ def problem(name: str) -> dict:
     return {"X": X[train], "y": y[train], "Xs": X[test], "ys": y[test], "Z": Z, "kind": kind}
 
 
+def starts(method: str) -> int:
+    "Of how many starts the method takes the best."
+    return int(method.rpartition("best of ")[2]) if "best of " in method else 1
+
+
 def regression_scores(mean, variance, ys) -> tuple[np.ndarray, np.ndarray]:
     "Squared error and log density of each test row."
     return (ys - mean) ** 2, -0.5 * (np.log(2 * np.pi * variance) + (ys - mean) ** 2 / variance)
@@ -96,8 +106,8 @@ def gp_thesis(method, X, y, Xs, ys, Z, kind, limit):
     inducing, settings = gpt.InducingPoints(Z), dict(steps=limit)
     if method == "SVGP":
         settings = dict(optimiser=optax.adam(RATE), steps=STEPS, batch_size=BATCH, key=jax.random.key(0))
-    if method.endswith("best of 4"):
-        settings |= dict(restarts=4, key=jax.random.key(0))
+    if (number := starts(method)) > 1:
+        settings |= dict(restarts=number, key=jax.random.key(0))
     approx = {"exact": gpt.Exact, "VGP": lambda model: gpt.VGP(model, len(X)), "EP": gpt.EP}.get(method.split()[0])
     sparse = {"VFE": gpt.VFE, "FITC": gpt.FITC, "SVGP": gpt.SVGP,
               "power 0.5": lambda model, inducing: gpt.PowerEPRegression(model, inducing, 0.5)}.get(method)
@@ -125,8 +135,7 @@ def sklearn(method, X, y, Xs, ys, Z, kind, limit):
     if not method.startswith("exact"):
         return None
     kernel = Matern(scale, nu=2.5) if "Matern52" in method else RBF(scale)
-    more = 3 if method.endswith("best of 4") else 0
-    model = GaussianProcessRegressor(ConstantKernel() * kernel + WhiteKernel(0.1), n_restarts_optimizer=more, random_state=0).fit(X, y)
+    model = GaussianProcessRegressor(ConstantKernel() * kernel + WhiteKernel(0.1), n_restarts_optimizer=starts(method) - 1, random_state=0).fit(X, y)
     mean, deviation = model.predict(Xs, return_std=True)
     return model.log_marginal_likelihood_value_, *regression_scores(mean, deviation**2, ys)
 
@@ -224,7 +233,7 @@ def gpytorch(method, X, y, Xs, ys, Z, kind, limit):
 
 def worker(library: str, method: str, file: str) -> dict:
     "What one run found, or `absent`."
-    if method.endswith("best of 4") and library in ("gpflow", "gpytorch"):
+    if starts(method) > 1 and library in ("gpflow", "gpytorch"):
         return {"absent": True}
     with np.load(file) as arrays:
         arrays = {name: arrays[name] for name in arrays}
@@ -241,6 +250,8 @@ def worker(library: str, method: str, file: str) -> dict:
     objective, errors, densities = found
     np.save(of_rows(file, library), (errors, densities))
     error = np.mean(errors) if arrays["kind"] == "labels" else np.sqrt(np.mean(errors))
+    if not np.isfinite(error + np.mean(densities)):
+        return {"error": "predictions that are no numbers"}
     return {"objective": None if objective is None else float(objective), "error": float(error), "density": float(np.mean(densities)),
             "processor": used.ru_utime + used.ru_stime}
 
@@ -260,23 +271,29 @@ def behind(file, libraries) -> dict:
             for library, gap in gaps.items()}
 
 
+def side_by_side(methods: dict, compared: str) -> dict:
+    "Our row and the peers' of one comparison."
+    ours, theirs = COMPARED[compared]
+    rows = {library: found for library, found in methods.get(theirs, {}).items() if library not in (OURS, AGAIN)}
+    return rows | {library: found for library, found in methods.get(ours, {}).items() if library in (OURS, AGAIN)}
+
+
 def over_splits(runs: dict) -> str:
-    "Scores of each method, means over the splits that we and the best peer have run, the standard error of paired differences, and when."
-    lines = [f"{'over the splits of':<20}{'method':<27}{'':<9}{'ours':>9}{'best peer':>11}  {'by':<11}{'ours less peer':>16}  measured"]
-    for data in dict.fromkeys(parts(name)[0] for name in runs):
-        splits = [runs[name] for name in runs if parts(name)[0] == data]
-        for method, score in ((method, score) for method in METHODS for score in ("error", "density")):
-            pairs = {peer: [(rows[OURS], rows[peer]) for rows in (split.get(method, {}) for split in splits)
-                            if all("processor" in rows.get(library, {}) for library in (OURS, peer))]
-                     for peer in ("gpflow", "gpytorch", "sklearn")}
-            mean = {peer: np.mean([[run[score] for run in pair] for pair in both], axis=0) for peer, both in pairs.items() if len(both) > 1}
-            if not mean:
-                continue
-            best = max(mean, key=lambda peer: (1 if score == "density" else -1) * (mean[peer][1] - mean[peer][0]))
-            dates = sorted({run["date"] for pair in pairs[best] for run in pair})
-            gap = np.array([ours[score] - theirs[score] for ours, theirs in pairs[best]])
-            lines.append(f"{f'{data}, {len(gap)}':<20}{method:<27}{score:<9}{mean[best][0]:9.4f}{mean[best][1]:11.4f}  {best:<11}"
-                         f"{gap.mean():9.4f} ± {gap.std(ddof=1) / np.sqrt(len(gap)):.4f}  {' to '.join(dict.fromkeys([dates[0], dates[-1]]))}")
+    "Scores beside each peer's, means over the splits that both have run, the standard error of paired differences, and when."
+    lines = [f"{'over the splits of':<20}{'method':<27}{'peer':<10}{'error':>7}{'peer':>9}{'ours less that':>18}{'density':>10}{'peer':>9}{'ours less that':>18}  measured"]
+    peers = ("gpflow", "gpytorch", "sklearn")
+    for data, method, peer in product(dict.fromkeys(parts(name)[0] for name in runs), COMPARED, peers):
+        each = [side_by_side(runs[name], method) for name in runs if parts(name)[0] == data]
+        pairs = [(rows[OURS], rows[peer]) for rows in each if all("processor" in rows.get(library, {}) for library in (OURS, peer))]
+        if len(pairs) < 2:
+            continue
+        line = f"{f'{data}, {len(pairs)}':<20}{method:<27}{peer:<10}"
+        for score in ("error", "density"):
+            ours, theirs = np.array([[run[score] for run in pair] for pair in pairs]).T
+            gap = ours - theirs
+            line += f"{ours.mean():8.4f}{theirs.mean():9.4f}{gap.mean():10.4f} ± {gap.std(ddof=1) / np.sqrt(len(gap)):.4f} "
+        dates = sorted({run["date"] for pair in pairs for run in pair})
+        lines.append(f"{line} {' to '.join(dict.fromkeys([dates[0], dates[-1]]))}")
     return "\n".join(lines)
 
 
@@ -297,14 +314,14 @@ def quickest(rows: dict, least_objective: float = -np.inf) -> tuple[str, dict] |
     return min(ended, key=lambda row: row[1]["processor"], default=None)
 
 
-def in_all(runs: dict) -> str:
-    "In how many whole runs we took at most the fastest peer's processor time, and how often four starts found at least the peer's evidence."
-    ended = {f"{name} {method}": rows for name, methods in runs.items() for method, rows in methods.items() if "processor" in rows.get(OURS, {})}
+def in_time(runs: dict, methods, what: str) -> list[str]:
+    "In how many whole runs we took at most the fastest peer's processor time."
     seconds = lambda found: found["processor"]
     longer, lines, as_far = [], [], []
-    for what, rows in ended.items():
-        ours, peer = rows[OURS], quickest(rows)
-        if not peer:
+    for name, method in ((name, method) for name in runs for method in methods):
+        rows = side_by_side(runs[name], method)
+        ours, peer = rows.get(OURS, {}), quickest(rows)
+        if not peer or "processor" not in ours:
             continue
         goal = -np.inf if ours["objective"] is None else ours["objective"] - 1
         level = quickest(rows, goal)
@@ -313,11 +330,17 @@ def in_all(runs: dict) -> str:
         if longer[-1]:
             short = "" if ours["objective"] is None else f", objective less ours {peer[1]['objective'] - ours['objective']:8.1f}"
             again = f", {AGAIN} {seconds(rows[AGAIN]):.2f}" if "processor" in rows.get(AGAIN, {}) else ""
-            lines.append(f"  {what:<32}{seconds(ours):6.2f} s, {peer[0]:<9}{seconds(peer[1]):5.2f}{short}{again}")
-    lines = [f"processor time at most the fastest peer's in {longer.count(False)} of {len(longer)} whole runs, "
-             f"that of the fastest which ended no more than a nat lower in {sum(as_far)}; longer:", *lines]
-    gains = {what: rows[OURS]["objective"] - rows["sklearn"]["objective"] for what, rows in ended.items()
-             if what.endswith("best of 4") and "objective" in rows.get("sklearn", {})}
+            lines.append(f"  {f'{name} {method}':<32}{seconds(ours):6.2f} s, {peer[0]:<9}{seconds(peer[1]):5.2f}{short}{again}")
+    return [f"processor time at most the fastest peer's in {longer.count(False)} of {len(longer)} {what}, "
+            f"that of the fastest which ended no more than a nat lower in {sum(as_far)}" + ("; longer:" if lines else ""), *lines]
+
+
+def in_all(runs: dict) -> str:
+    "How often we took at most the fastest peer's processor time, and how often four starts found at least the peer's evidence."
+    lines = in_time(runs, METHODS, "whole runs") + in_time(runs, TWO_FOR_ONE, "with two starts of ours for one of theirs")
+    four = {f"{name} {method}": rows for name, methods in runs.items() for method, rows in methods.items() if method.endswith("best of 4")}
+    gains = {what: rows[OURS]["objective"] - rows["sklearn"]["objective"] for what, rows in four.items()
+             if all("objective" in rows.get(library, {}) for library in (OURS, "sklearn"))}
     if gains:
         lines.append(f"evidence of four starts less scikit-learn's: {min(gains.values()):.1e} to {max(gains.values()):.1e}, "
                      f"not below by more than .001 in {sum(gain > -1e-3 for gain in gains.values())} of {len(gains)}")
