@@ -261,7 +261,7 @@ def _quadratic_forms_jvp(primals, tangents):
     return values, (d_mean, d_square)  # @eq-forms-derivative
 
 # %% ../nbs/06_products.ipynb #c025
-PANEL = 64  # columns of a triangle that are multiplied at once
+PANEL = 40  # columns of a triangle that are multiplied at once
 
 
 def squares(
@@ -270,14 +270,17 @@ def squares(
 ) -> Array:  # (P, N)
     "‖R_pᵀ a‖² for each column a of A, without the zeros above the diagonals."
     P, M, _ = R.shape
-    size = -(-M // -(-M // PANEL))
+    starts = range(0, M, -(-M // -(-M // PANEL)))
+    # Whole panels first: reverse mode puts them together again by copying.
+    panels = lax.optimization_barrier(
+        jnp.split(jnp.swapaxes(R, 1, 2), list(starts[1:]), axis=1))
 
-    def add(j):  # one product for the panels of all functions
-        panels = jnp.swapaxes(R[:, j:, j:j + size], 1, 2).reshape(-1, M - j)
-        projected = times(panels, A[j:]).reshape(P, -1, A.shape[1])
+    def add(j, panel):  # one product for the panels of all functions
+        panel = panel[:, :, j:].reshape(-1, M - j)
+        projected = times(panel, A[j:]).reshape(P, -1, A.shape[1])
         return jnp.sum(projected**2, axis=1)
 
-    return sum(add(j) for j in range(0, M, size))
+    return sum(map(add, starts, panels))
 
 
 @precise
