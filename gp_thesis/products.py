@@ -271,7 +271,7 @@ def squares(
     "‖R_pᵀ a‖² for each column a of A, without the zeros above the diagonals."
     P, M, _ = R.shape
     starts = range(0, M, -(-M // -(-M // PANEL)))
-    # Whole panels first: reverse mode puts them together again by copying.
+    # Without the barrier reverse mode asks of each entry which panels it is in.
     panels = lax.optimization_barrier(
         jnp.split(jnp.swapaxes(R, 1, 2), list(starts[1:]), axis=1))
 
