@@ -432,7 +432,7 @@ def EP(
     rounds: int = 200,  # How many to take at most
     sequential: bool = False,  # Whether sites move one by one
 ) -> PowerEP:
-    "Expectation propagation: power 1, and every input is an inducing one. [@minka2001]"
+    "Expectation propagation: power 1, every input an inducing one. [@minka2001]"
     return PowerEP(model, rate=rate, tolerance=tolerance, rounds=rounds,
                    sequential=sequential)
 

@@ -353,7 +353,8 @@ class GPLVM(SVGP):
 
     A batch is (rows, Y): row numbers (B,), and what was seen there, (B,) or (B, P), NaN
     where nothing was. Gaussian noise, `InducingPoints` and kernels with known averages:
-    O(B M² (P + Q) + P M³), else draws. [@titsias2010; @lalchand2022gplvm]"""
+    O(B M² (P + Q) + P M³), else draws.
+    [@titsias2010; @lalchand2022gplvm]"""
     latents: Latents
     samples: int | None = eqx.field(static=True)
     batch: ClassVar[tuple[str, str]] = ("rows", "Y")
@@ -445,7 +446,8 @@ def latent_statistics(approx, factor, rows, Y) -> Statistics:
 class CollapsedGPLVM(Approximation):
     """`GPLVM` with the best q(u) for its latents, @eq-gplvm-collapsed, of all rows at
     once: a batch is (rows, Y), each row once. For Gaussian noise with one variance or
-    one for each output, and one kernel. O(N M² (P + Q) + P M³). [@titsias2010]"""
+    one for each output, and one kernel. O(N M² (P + Q) + P M³).
+    [@titsias2010]"""
     model: GP  # With a Gaussian likelihood
     inducing: InducingPoints
     latents: Latents

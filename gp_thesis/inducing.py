@@ -337,8 +337,8 @@ def _one_row_or_all(value, Z):
 class GaussianWindow(InducingVariables):
     """Blurred function values, u_r = ∫ N(x | z_r, diag(b²)) (f(x) - m(x)) dx.
 
-    @eq-gaussian-window [@figueiras2009interdomain]. Raises ValueError for widths that
-    are not positive or fit neither the columns nor Z."""
+    @eq-gaussian-window [@figueiras2009interdomain].
+    Raises ValueError for widths that are not positive or fit neither columns nor Z."""
     Z: Parameter
     width: Parameter
     points: int = eqx.field(static=True)
@@ -376,8 +376,8 @@ class GaussianWindow(InducingVariables):
 class Wavelet(GaussianWindow):
     """Windowed waves, u_r = ∫ cos(ω·(x - z_r)) N(x | z_r, diag(b²)) (f(x) - m(x)) dx.
 
-    @eq-wavelet [@figueiras2009interdomain]. Raises ValueError as `GaussianWindow` does,
-    and for frequencies that are not finite or do not fit."""
+    @eq-wavelet [@figueiras2009interdomain]. Raises ValueError as
+    `GaussianWindow` does, and for frequencies that are not finite or do not fit."""
     frequency: Parameter
 
     def __init__(

@@ -218,11 +218,13 @@ def test_printed_text_is_one_block_and_a_drawing_an_image(tmp_path):
 
 
 def test_the_reference_reads_as_the_source_is_written():
-    from gp_thesis import inducing
+    from gp_thesis import inducing, products
     page = Reference(read_book(TOP / "nbs", TOP / "references.bib")).page()
     assert all(f"### `{name}` {{#inducing.{name}}}" in page for name in inducing.__all__)
     assert "SVGP(model: GP, inducing, num_latents: int | None = None, whiten: bool = True)" in page
-    assert "jaxtyping" not in page and "@eq-" not in page
+    assert "jaxtyping" not in page and "@eq-" not in page and " at 0x" not in page
+    assert f"PANEL = {products.PANEL}\n" in page and "active_dims: tuple[int, ...] | None = None" in page
+    assert not [line for code in re.findall(r"```python\n(.*?)\n```", page, re.S) for line in code.splitlines() if len(line) > 88]
 
 
 def test_hidden_cells_define_no_labels(make_book):

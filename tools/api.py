@@ -32,9 +32,25 @@ def modules() -> dict[str, ModuleType]:
     return {made[1]: import_module(f"gp_thesis.{name}") for name, made in sorted(found.items(), key=lambda item: item[1] and item[1][1] or "") if made}
 
 
+def assignments(module: ModuleType) -> dict[str, str]:
+    "The constants of a module, each with the text of its assignment."
+    text = inspect.getsource(module)
+    nodes = [node for node in ast.parse(text).body if isinstance(node, ast.Assign)]
+    return {target.id: ast.get_source_segment(text, node) for node in nodes for target in node.targets if isinstance(target, ast.Name)}
+
+
+def of_field(default: str) -> str:
+    "The default of a field of a module, which says more than that."
+    field = ast.parse(default, mode="eval").body
+    if not (isinstance(field, ast.Call) and ast.unparse(field.func) == "eqx.field"):
+        return default
+    return next((ast.unparse(said.value) for said in field.keywords if said.arg == "default"), "")
+
+
 def argument(name: str, kind, said: dict) -> str:
     "`name: type = default`, of what the source says."
     annotation, default = said.get(name, ("", ""))
+    default = of_field(default) if default else default
     stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}.get(kind, "")
     equal = f" = {default}" if annotation else f"={default}"
     return f"{stars}{name}" + (f": {annotation}" if annotation else "") + (equal if default else "")
@@ -107,7 +123,7 @@ class Reference:
         where, member = self.sources[module.__name__].get(name), attrgetter(name)(module)
         head = f"{level} `{name}` {{#{place(module.__name__, name)}}}"
         if where is None:                                        # a constant
-            return [head, f"```python\n{name} = {member!r}\n```"]
+            return [head, f"```python\n{assignments(module).get(name, f'{name} = {member!r}')}\n```"]
         types, said = self.written(member, where)
         plain = inspect.isclass(member) and issubclass(member, (Exception, type))
         call = name.rpartition(".")[2] if plain else signature(name.rpartition(".")[2], member, types)
