@@ -351,10 +351,9 @@ def check_noise(model):
 class GPLVM(SVGP):
     """Variational inference of functions and of their inputs, @eq-gplvm-bound.
 
-    A batch is (rows, Y): row numbers (B,), and what was seen there, (B,) or (B, P), NaN
-    where nothing was. Gaussian noise, `InducingPoints` and kernels with known averages:
-    O(B M² (P + Q) + P M³), else draws.
-    [@titsias2010; @lalchand2022gplvm]"""
+    A batch is (rows, Y): row numbers (B,), and what was seen, (B,) or (B, P), NaN where
+    nothing was. No draws, O(B M² (P + Q) + P M³), for Gaussian noise, `InducingPoints`
+    and kernels of known averages. [@titsias2010; @lalchand2022gplvm]"""
     latents: Latents
     samples: int | None = eqx.field(static=True)
     batch: ClassVar[tuple[str, str]] = ("rows", "Y")
