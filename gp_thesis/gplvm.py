@@ -353,7 +353,7 @@ class GPLVM(SVGP):
 
     A batch is (rows, Y): row numbers (B,), and what was seen, (B,) or (B, P), NaN where
     nothing was. No draws, O(B M² (P + Q) + P M³), for Gaussian noise, `InducingPoints`
-    and kernels of known averages. [@titsias2010; @lalchand2022gplvm]"""
+    and closed kernel averages. [@titsias2010; @lalchand2022gplvm]"""
     latents: Latents
     samples: int | None = eqx.field(static=True)
     batch: ClassVar[tuple[str, str]] = ("rows", "Y")
