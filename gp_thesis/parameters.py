@@ -151,11 +151,22 @@ def _no_numbers(value) -> str:
     return f"{name} with {odd[0]!r} in it" if odd else name
 
 # %% ../nbs/01_parameters.ipynb #c010b
+def _rows(v):
+    "M, of M (M + 1) / 2 numbers."
+    return int((8 * v.shape[-1] + 1) ** 0.5) // 2
+
+
+def _numbers(M):
+    "Which number is in each entry of the square of `fill_triangle`."
+    v = np.arange(M * (M + 1) // 2)
+    return np.concatenate([v[M:], v[::-1]]).reshape(M, M)
+
+
 def fill_triangle(
     v: Array,  # (..., M (M + 1) / 2)
 ) -> Array:  # (..., M, M), zero above the diagonal
     "Each number of `v` once in a lower triangle."
-    M = int((8 * v.shape[-1] + 1) ** 0.5) // 2
+    M = _rows(v)
     square = jnp.concatenate([v[..., M:], v[..., ::-1]], axis=-1)
     return jnp.tril(square.reshape(*v.shape[:-1], M, M))
 
@@ -165,10 +176,9 @@ def read_triangle(
 ) -> Array:  # (..., M (M + 1) / 2)
     "The inverse of `fill_triangle`."
     M = T.shape[-1]
-    v = np.arange(M * (M + 1) // 2)
-    number = np.concatenate([v[M:], v[::-1]])         # in each entry of the square,
-    lower = np.flatnonzero(np.tril(np.ones((M, M))))  # of which these are read
-    return T.reshape(*T.shape[:-2], M * M)[..., lower[np.argsort(number[lower])]]
+    rows, columns = np.tril_indices(M)
+    order = np.argsort(_numbers(M)[rows, columns])
+    return T[..., rows[order], columns[order]]
 
 # %% ../nbs/01_parameters.ipynb #c010g
 class _LowerCholesky(type(constraints.lower_cholesky)):
@@ -178,11 +188,15 @@ class _LowerCholesky(type(constraints.lower_cholesky)):
 LOWER_CHOLESKY = _LowerCholesky()
 
 
-def _on_diagonal(function, T):
-    "T (..., M, M) with `function` of its diagonal in it, and that diagonal (..., M)."
+def _on_diagonal(v):
+    "The numbers (..., M) that `fill_triangle` puts on the diagonal."
+    return v[..., np.diagonal(_numbers(_rows(v)))]
+
+
+def _with_diagonal(T, diagonal):
+    "T (..., M, M) with another diagonal (..., M)."
     eye = jnp.eye(T.shape[-1], dtype=bool)
-    diagonal = function(jnp.sum(jnp.where(eye, T, 0), axis=-1))
-    return jnp.where(eye, diagonal[..., None], T), diagonal
+    return jnp.where(eye, diagonal[..., None], T)
 
 # %% ../nbs/01_parameters.ipynb #c010d
 CORNER = 10.0  # β in @eq-corner
@@ -194,17 +208,17 @@ class _FillTriangle(Transform):
 
     @jax.jit
     def __call__(self, x):
-        softplus = lambda v: jax.nn.softplus(CORNER * v) / CORNER
-        return _on_diagonal(softplus, fill_triangle(x))[0]
+        diagonal = jax.nn.softplus(CORNER * _on_diagonal(x)) / CORNER
+        return _with_diagonal(fill_triangle(x), diagonal)
 
     @jax.jit
     def _inverse(self, y):
-        inverse = lambda d: d + jnp.log(-jnp.expm1(-CORNER * d)) / CORNER
-        return read_triangle(_on_diagonal(inverse, y)[0])
+        d = jnp.diagonal(y, axis1=-2, axis2=-1)
+        diagonal = d + jnp.log(-jnp.expm1(-CORNER * d)) / CORNER
+        return read_triangle(_with_diagonal(y, diagonal))
 
     def log_abs_det_jacobian(self, x, y, intermediates=None):
-        log_slope = lambda v: jax.nn.log_sigmoid(CORNER * v)
-        return jnp.sum(_on_diagonal(log_slope, fill_triangle(x))[1], axis=-1)
+        return jnp.sum(jax.nn.log_sigmoid(CORNER * _on_diagonal(x)), axis=-1)
 
     def tree_flatten(self):
         return (), ((), {})

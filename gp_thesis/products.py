@@ -81,9 +81,8 @@ def solve(
 @precise
 def _solve_jvp(corrected, primals, tangents):
     (factor, Kuf), (d_factor, dK) = primals, tangents
-    A = solve(factor, Kuf, corrected)
-    F = dK - lower_times(d_factor.L, A)
-    return A, times_tangent(factor.inverse, F)  # @eq-solve-derivative
+    A, E = solve(factor, Kuf, corrected), relative_tangent(factor.inverse, d_factor.K)
+    return A, times_tangent(factor.inverse, dK) - lower_times(E, A)
 
 # %% ../nbs/06_products.ipynb #c013
 @jax.custom_jvp
