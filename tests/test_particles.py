@@ -101,7 +101,7 @@ def test_value_slopes_and_curvature_are_those_of_sums_over_a_grid(case):
         slope = jax.grad(function)
         return jnp.concatenate([function(flat)[None], slope(flat), jax.jvp(slope, (flat,), (direction,))[1] @ direction[:, None]])
 
-    exact = three(lambda v: by_grid(unwrap(whole(v)), y)[0] - kl(unwrap(whole(v))))
+    exact = jax.jit(lambda: three(lambda v: by_grid(unwrap(whole(v)), y)[0] - kl(unwrap(whole(v)))))()
     one = lambda key: three(lambda v: type(approx).bound(unwrap(whole(v)), np.arange(1, 5), jnp.asarray(y)[:, None], key))
     found = jax.jit(lambda keys: jax.lax.map(one, keys))(jax.random.split(KEY, 60))
     error = found.std(0) / len(found) ** 0.5
