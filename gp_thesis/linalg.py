@@ -413,7 +413,7 @@ def _by_blocks(K):
         S_T = K[j:k, j:] - L[j:k, :j] @ L[j:, :j].T
         D = _lapack(S_T[:, :k - j])
         C = _substitute(D, S_T[:, k - j:]).T
-        L = L.at[j:k, j:k].set(D).at[k:, j:k].set(C)
+        L = lax.dynamic_update_slice(L, jnp.concatenate([D, C]), (j, j))
     return L
 
 
@@ -586,13 +586,13 @@ def _invert_jvp(primals, tangents):
 def _by_halves(L, X, a, b, whole):
     "X with @eq-block-inverse in rows and columns a to b."
     if b - a <= whole:
-        return X.at[a:b, a:b].set(_invert(L[a:b, a:b]))
+        return lax.dynamic_update_slice(X, _invert(L[a:b, a:b]), (a, a))
     m = -(-(a + b) // 2)
     X = _by_halves(L, _by_halves(L, X, a, m, whole), m, b, whole)
     X_1, B, X_2 = X[a:m, a:m], L[m:b, a:m], X[m:b, m:b]
     large = b - a > 2 * whole
     below = lower_times(X_2, times_lower(B, X_1)) if large else X_2 @ (B @ X_1)
-    return X.at[m:b, a:m].set(-below)
+    return lax.dynamic_update_slice(X, -below, (m, a))
 
 
 @jax.custom_jvp
