@@ -6,6 +6,8 @@ import equinox as eqx
 import gp_thesis as gpt
 import jax
 import jax.numpy as jnp
+from gp_thesis.fitting import negative_objective
+from gp_thesis.optimisers import loss_and_gradient
 
 PACKAGES = ("gp-thesis", "jax", "jaxlib")
 WITHIN = ExitStack()  # what `fit` is within from its first step to its last
@@ -45,21 +47,17 @@ def stochastic(problem, likelihood):
     return objective_and_gradient(approximation, jnp.asarray(problem.X), jnp.asarray(problem.y), num_data=problem.num_data)
 
 
-def objective_and_gradient(approximation, *data, **settings):
+def objective_and_gradient(approximation, *data, num_data=None):
     "The timed step of an approximation, and a reader of what it returns."
     trainable, rest = gpt.partition(approximation)
     for context in (gpt.one_blas_thread(), gpt.kept_memory()):
         WITHIN.enter_context(context)
 
-    @gpt.linalg.quick_jit  # as `fit` compiles it
-    def evaluate(trainable, *data):
-        return jax.value_and_grad(lambda part: eqx.combine(part, rest).objective(*data, **settings))(trainable)
-
     def step():
-        return jax.block_until_ready(evaluate(trainable, *data))
+        return jax.block_until_ready(loss_and_gradient(negative_objective, trainable, rest, data, num_data))
 
     def read(result):
-        value, gradient = result
+        value, gradient = jax.tree.map(jnp.negative, result)
         pairs = zip(hyperparameters(gradient).items(), hyperparameters(approximation).values())
         return value, {name: constrained_gradient(g, parameter) for (name, g), parameter in pairs}
 

@@ -97,15 +97,23 @@ class Posterior(eqx.Module):
         return self.marginals(Xs)[0]
 
 # %% ../nbs/12_regression.ipynb #c011
-@draft_jit
 @precise
-def _compiled(function, module, *arguments):
-    "What the function returns on plain arrays, and whether all of it is finite."
-    result = function(unwrap(module), *arguments)
+def _plain(function, module, *arguments):
+    "What the function returns on plain arrays."
+    return function(unwrap(module), *arguments)
+
+
+def _answer(*called):
+    "That, and whether all of it is finite."
+    result = _plain(*called)
     arrays = jax.tree.leaves(eqx.filter(result, eqx.is_inexact_array))
     return result, jnp.all(jnp.stack([jnp.all(jnp.isfinite(a)) for a in arrays]))
 
 
+_within, _compiled = draft_jit(_plain), draft_jit(_answer)
+_telling = eqx.filter_jit(_plain)  # what failed
+
+# %% ../nbs/12_regression.ipynb #c011c
 def compiled(
     function,  # Of a module and checked arrays, such as a method
     module: eqx.Module,  # An approximation or a posterior
@@ -118,15 +126,15 @@ def compiled(
     cannot found NaN."""
     leaves = jax.tree.leaves((module, arguments))
     if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
-        return _compiled(function, module, *arguments)[0]
+        return _within(function, module, *arguments)
     with one_blas_thread():  # until the results are there
-        if not fails_with_nan():
-            with nan_on_failure():
-                result, finite = _compiled(function, module, *arguments)
-            if not isinstance(finite, jax.core.Tracer) and finite:
-                return result
+        raises = not fails_with_nan()
+        with nan_on_failure():
+            result, finite = _compiled(function, module, *arguments)
+        if not raises or not isinstance(finite, jax.core.Tracer) and finite:
+            return result
         try:
-            return jax.block_until_ready(_compiled(function, module, *arguments)[0])
+            return _telling(function, module, *arguments)
         except eqx.EquinoxRuntimeError as error:
             said = str(error).split("EquinoxRuntimeError: ")[-1].split("\n\n")[0]
         raise eqx.EquinoxRuntimeError(said.strip())  # without the compiled code's stack

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from jax.tree_util import Partial
 from jaxtyping import Array
 from threadpoolctl import ThreadpoolController
 
@@ -56,14 +57,27 @@ def ruled(
 def _nested(transform, function, depth):
     return _nested(transform, transform(function), depth - 1) if depth else function
 
+# %% ../nbs/02_linalg.ipynb #c008g
+_on_failure = jax.make_user_context("raise")  # a part of the key of JAX's caches
+
+
+@contextmanager
+def _always():
+    "For JAX to keep what it traced for the shapes of the results, to compile it later."
+    mesh = jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh())
+    with mesh, jax.default_matmul_precision("highest"), _on_failure("nan"):
+        yield
+
 # %% ../nbs/02_linalg.ipynb #c008e
 def _each(function):
     return lambda *arrays: lax.map(lambda members: function(*members), arrays)
 
 
 def _program(transform):
-    within = lambda *arrays, function, rule, depth: _nested(
-        transform, function, depth)(*arrays)
+    def within(*arrays, function, rule, depth):
+        with _always():
+            return _nested(transform, function, depth)(*arrays)
+
     return mlir.lower_fun(within, multiple_results=True)
 
 
@@ -71,8 +85,9 @@ def _program(transform):
 def _shapes(*arrays, function, rule, depth):
     alone = [jax.ShapeDtypeStruct(a.shape[depth:], a.dtype) for a in arrays]
     batch = arrays[0].shape[:depth]
-    return [jax.core.ShapedArray(batch + found.shape, found.dtype)
-            for found in jax.eval_shape(function, *alone)]
+    with _always():
+        each = jax.eval_shape(function, *alone)
+    return [jax.core.ShapedArray(batch + a.shape, a.dtype) for a in each]
 
 
 def _batched(arrays, axes, *, depth, **settings):
@@ -292,9 +307,12 @@ def _left_open(**wanted):
 def _options(kind, leaves):
     "Of a program of such a kind, for this backend and these arguments."
     backend = jax.default_backend()
-    single = any(getattr(leaf, "dtype", None) == jnp.float32 for leaf in leaves)
-    sums = {} if single else PLAIN_SUMS.get(backend, {})
-    return _left_open(**kind.get(backend, {}), **sums)
+    sums = PLAIN_SUMS.get(backend, {})
+    options = _left_open(**kind.get(backend, {}), **sums)
+    if options.get("xla_backend_optimization_level") != 1:  # sums one by one
+        if any(getattr(leaf, "dtype", None) == jnp.float32 for leaf in leaves):
+            return {name: options[name] for name in options if name not in sums}
+    return options
 
 
 @cache
@@ -306,39 +324,57 @@ def _known(**options):
         return False
 
 # %% ../nbs/02_linalg.ipynb #c010g
-def _of_leaves(function, structure):
-    "From the leaves of the arguments to those of the result, and its structure."
-    def call(*leaves):
-        return jax.tree.flatten(function(*structure.unflatten(leaves)))
+def _apart(tree):
+    "Its arrays; and its structure with what is no array, None in their places."
+    leaves, structure = jax.tree.flatten(tree)
+    still = [None if eqx.is_array(leaf) else leaf for leaf in leaves]
+    arrays = [leaf for leaf, other in zip(leaves, still) if other is None]
+    return arrays, (structure, *still)
+
+
+def _together(rest, *arrays):
+    "A tree that was taken apart."
+    structure, *still = rest
+    each = iter(arrays)
+    return structure.unflatten(next(each) if s is None else s for s in still)
+
+
+def _of_arrays(function, rest):
+    "From the arrays of its arguments to its result, which a call puts together."
+    def call(*arrays):
+        arrays, rest_of_result = _apart(function(*_together(rest, *arrays)))
+        return Partial(partial(_together, rest_of_result), *arrays)
 
     call.__name__ = call.__qualname__ = getattr(function, "__name__", "call")
     return call
 
-
+# %% ../nbs/02_linalg.ipynb #c010l
 def _jit(function, kind_of):
-    "`equinox.filter_jit`, with the options that there are for such arguments."
+    "As `equinox.filter_jit`, with the options that there are for such arguments."
     plain, programs = eqx.filter_jit(function), {}
 
     @wraps(function)
     def call(*arguments):
         if isinstance(lax.stop_gradient(0.0), jax.core.Tracer):  # within a program
             return function(*arguments)
-        leaves, structure = jax.tree.flatten(arguments)  # once: it is Python's work
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        arrays, rest = _apart(arguments)  # once: it is Python's work
+        if any(isinstance(a, jax.core.Tracer) for a in arrays):
             return plain(*arguments)
-        options = _options(kind_of(leaves), leaves)
-        key = structure, frozenset(options.items())
+        options = _options(kind_of(arrays), arrays)
+        key = rest, frozenset(options.items())
         if key not in programs:
-            flat = _of_leaves(function, structure)
-            programs[key] = eqx.filter_jit(flat, compiler_options=options)
+            flat = _of_arrays(function, rest)
+            programs[key] = jax.jit(flat, compiler_options=options)
         try:
-            leaves, structure = programs[key](*leaves)
-        except jax.errors.JaxRuntimeError:  # the function's own, or of another XLA
-            if _known(**options):
+            return jax.block_until_ready(programs[key](*arrays))()
+        except (jax.errors.JaxRuntimeError, ValueError) as error:
+            told = "EquinoxRuntimeError" in str(error)
+            if not told and (isinstance(error, ValueError) or _known(**options)):
                 raise
-            programs[key] = eqx.filter_jit(_of_leaves(function, structure))
-            leaves, structure = programs[key](*leaves)
-        return structure.unflatten(leaves)
+        if told:  # by a program of equinox's own, which says what failed and where
+            return plain(*arguments)
+        programs[key] = jax.jit(_of_arrays(function, rest))  # as another XLA does it
+        return jax.block_until_ready(programs[key](*arrays))()
 
     return call
 
@@ -488,9 +524,6 @@ def _slope(L, primals, tangents):
     return times_tangent(L, relative_tangent(inverse_lower(L), dK))
 
 # %% ../nbs/02_linalg.ipynb #c016b
-_on_failure = jax.make_user_context("raise")  # a part of the key of JAX's caches
-
-
 def nan_on_failure():
     """A context in which a factorisation that fails is NaN instead of an error.
 

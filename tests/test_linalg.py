@@ -397,13 +397,16 @@ def test_a_program_asks_for_the_options_of_its_backend(monkeypatch, backend, ask
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="XLA's options for a CPU")
 @pytest.mark.parametrize("jit", [linalg.quick_jit, linalg.draft_jit])
-def test_sums_of_doubles_are_one_loop_and_those_of_single_precision_keep_their_tree(jit, monkeypatch):
-    programs, compile_with = {}, eqx.filter_jit
+def test_a_sum_is_one_loop_but_in_drafts_of_single_precision(jit, monkeypatch):
+    programs, compile_with = [], jax.jit
 
     def kept(function, **options):
-        return programs.setdefault(frozenset(options.get("compiler_options", {}).items()), compile_with(function, **options))
+        program = compile_with(function, **options)
+        if options.get("compiler_options"):
+            programs.append(program)
+        return program
 
-    monkeypatch.setattr(linalg.eqx, "filter_jit", kept)
+    monkeypatch.setattr(jax, "jit", kept)
     monkeypatch.setattr(linalg, "_left_open", lambda **wanted: wanted)  # whatever XLA_FLAGS says
     loops = {}
     for dtype in (jnp.float64, jnp.float32):
@@ -411,9 +414,17 @@ def test_sums_of_doubles_are_one_loop_and_those_of_single_precision_keep_their_t
         programs.clear()
         total = jit(lambda x: jnp.sum(jnp.exp(x)))
         assert np.isclose(total(x), np.exp(np.asarray(x, float)).sum(), rtol=4 * jnp.finfo(dtype).eps)
-        (program,) = [program for options, program in programs.items() if options]
-        loops[dtype] = program.lower(x).compile().compiled.as_text().count("reduce-window(")
-    assert loops[jnp.float64] == 0 < loops[jnp.float32]
+        (program,) = programs
+        loops[dtype] = program.lower(x).compile().as_text().count("reduce-window(")
+    assert loops[jnp.float64] == 0 and (loops[jnp.float32] > 0) == (jit is linalg.draft_jit)
+
+
+@pytest.mark.parametrize("size", [700, 2000, 1_000_000])
+@pytest.mark.parametrize("jit", [linalg.quick_jit, linalg.draft_jit])
+def test_sums_in_single_precision_keep_their_digits(jit, size):
+    x = jnp.asarray(1 + np.random.default_rng(0).random(size), jnp.float32)
+    for function in (jnp.sum, lambda x: jnp.sum(jnp.log(x)), lambda x: jnp.sum(x**2), lambda x: jnp.sum(x.reshape(10, -1), 1)):
+        np.testing.assert_allclose(jit(function)(x), function(x.astype(jnp.float64)), rtol=2e-6)
 
 
 def test_only_what_runs_a_few_times_on_short_arrays_is_drafted(monkeypatch):
@@ -480,3 +491,41 @@ def test_an_error_of_the_function_itself_is_raised_and_it_runs_once():
     with pytest.raises(jax.errors.JaxRuntimeError, match="no such file"):
         jax.block_until_ready(linalg.quick_jit(function)(jnp.float32(1.0)))
     assert runs == [1.0]
+
+
+def test_an_error_of_equinox_says_what_failed_and_the_next_call_is_as_before():
+    root = linalg.quick_jit(lambda x: {"root": jnp.sqrt(eqx.error_if(x, x < 0, "x is negative")), "of": "x"})
+    assert root(jnp.array(4.0)) == {"root": 2, "of": "x"}
+    with pytest.raises(eqx.EquinoxRuntimeError, match="x is negative") as failure:
+        root(jnp.array(-1.0))
+    assert "perhaps you are using `jax.jit`" not in str(failure.value)
+    assert root(jnp.array(9.0))["root"] == 3
+
+
+def test_a_value_error_of_the_function_is_raised_as_it_is_and_traced_once():
+    traced = []
+
+    @linalg.quick_jit
+    def refuse(x):
+        traced.append(x)
+        raise ValueError("x must be something else")
+
+    with pytest.raises(ValueError, match="^x must be something else"):
+        refuse(jnp.ones(3))
+    assert len(traced) == 1
+
+
+def test_what_is_taken_one_at_a_time_is_traced_once_whatever_surrounds_it():
+    traced = []
+
+    @linalg.one_at_a_time
+    def double(x):
+        traced.append(x)
+        return 2 * x
+
+    @jax.jit
+    def program(x):
+        with linalg.nan_on_failure():
+            return linalg.precise(double)(x) + double(x + 1)
+
+    assert program(jnp.ones(3)).sum() == 18 and len(traced) == 1
