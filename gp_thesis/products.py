@@ -253,7 +253,7 @@ def _quadratic_forms_jvp(primals, tangents):
     L_inv, C = factor.inverse, R @ R.T - jnp.eye(len(R), dtype=R.dtype)
     A, E = L_inv @ Kuf, relative_tangent(L_inv, d_factor.K)  # E = L⁻¹ dL
     BA = _half_whitened(L_inv, C) @ A
-    X = dR @ R.T - C @ E
+    X = dR @ R.T - C.T @ E  # of the symmetric C, which in reverse stands as it is
     d_mean = dK.T @ (L_inv.T @ m) + A.T @ (dm - E.T @ m)
     d_square = 2 * jnp.sum(BA * dK, axis=0) + jnp.sum(A * ((X + X.T) @ A), axis=0)
     values = A.T @ m, jnp.sum(Kuf * BA, axis=0)
