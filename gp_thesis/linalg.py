@@ -103,10 +103,10 @@ def _jvp(primals, tangents, *, function, rule, depth):
     return _nested(jax.vmap, rule, depth)(primals, tangents)
 
 
-batching.primitive_batchers[_ruled], ad.primitive_jvps[_ruled] = _batched, _jvp
 mlir.register_lowering(_ruled, _program(jax.vmap))
 mlir.register_lowering(_ruled, _program(_each), platform="cpu")
 _ruled.def_impl(jax.jit(_ruled.bind, static_argnames=("function", "rule", "depth")))
+batching.primitive_batchers[_ruled], ad.primitive_jvps[_ruled] = _batched, _jvp
 
 # %% ../nbs/02_linalg.ipynb #c008d
 def one_at_a_time(function):
