@@ -419,10 +419,10 @@ def test_a_sum_is_one_loop_but_in_drafts_of_single_precision(jit, monkeypatch):
     assert loops[jnp.float64] == 0 and (loops[jnp.float32] > 0) == (jit is linalg.draft_jit)
 
 
-@pytest.mark.parametrize("size", [700, 2000, 1_000_000])
+@pytest.mark.parametrize("shape", [(linalg.FEW,), (2 * linalg.FEW,), (linalg.FEW, linalg.FEW)])
 @pytest.mark.parametrize("jit", [linalg.quick_jit, linalg.draft_jit])
-def test_sums_in_single_precision_keep_their_digits(jit, size):
-    x = jnp.asarray(1 + np.random.default_rng(0).random(size), jnp.float32)
+def test_sums_in_single_precision_keep_their_digits(jit, shape):
+    x = jnp.full(shape, 1.1, jnp.float32)  # one by one, equal numbers are rounded the same way again and again
     for function in (jnp.sum, lambda x: jnp.sum(jnp.log(x)), lambda x: jnp.sum(x**2), lambda x: jnp.sum(x.reshape(10, -1), 1)):
         np.testing.assert_allclose(jit(function)(x), function(x.astype(jnp.float64)), rtol=2e-6)
 
