@@ -207,6 +207,7 @@ def _of_the_process(enter, leave):
                 if not within:
                     leave(found)
 
+    context.entered = lambda: bool(within)
     return context
 
 # %% ../nbs/02_linalg.ipynb #c010
@@ -276,14 +277,23 @@ def _give_back(_):
 
 _kept = _of_the_process(_keep, _give_back)
 
-
+# %% ../nbs/02_linalg.ipynb #c010n
 @contextmanager
 def kept_memory():
     """A context in which memory that is freed stays with the process; then it goes.
 
-    For many calls of a program that works on more than 32 MB. With glibc only."""
+    For many calls of a program that works on more than 32 MB. With glibc only, and
+    above 64 MB on one device and without a cache of compiled programs."""
     with _kept():
         yield
+
+
+def _runs_here():
+    "Whether a program has to run in the thread that calls it, so that memory stays."
+    if not (_kept.entered() and _glibc() and jax.default_backend() == "cpu"):
+        return False
+    cached = jax.config.jax_compilation_cache_dir  # without programs that call back
+    return jax.device_count() == 1 and not cached
 
 # %% ../nbs/02_linalg.ipynb #c010e
 QUICK = {  # of each backend
@@ -339,10 +349,23 @@ def _together(rest, *arrays):
     return structure.unflatten(next(each) if s is None else s for s in still)
 
 
-def _of_arrays(function, rest):
+def _run_here(arrays):
+    "The same, from a program that may call back, though it never does."
+    numbers = [a for a in arrays if jnp.issubdtype(a.dtype, jnp.floating) and a.size]
+    if not numbers:
+        return arrays
+    x = min(numbers, key=jnp.size)
+    never = jnp.any((x != x) & (x == x))
+    call_back = lambda x: jax.pure_callback(lambda x: x, x, x)
+    same = lax.cond(never, call_back, lambda x: x, x)
+    return [same if a is x else a for a in arrays]
+
+
+def _of_arrays(function, rest, here=False):
     "From the arrays of its arguments to its result, which a call puts together."
     def call(*arrays):
         arrays, rest_of_result = _apart(function(*_together(rest, *arrays)))
+        arrays = _run_here(arrays) if here else arrays
         return Partial(partial(_together, rest_of_result), *arrays)
 
     call.__name__ = call.__qualname__ = getattr(function, "__name__", "call")
@@ -360,10 +383,10 @@ def _jit(function, kind_of):
         arrays, rest = _apart(arguments)  # once: it is Python's work
         if any(isinstance(a, jax.core.Tracer) for a in arrays):
             return plain(*arguments)
-        options = _options(kind_of(arrays), arrays)
-        key = rest, frozenset(options.items())
+        options, here = _options(kind_of(arrays), arrays), _runs_here()
+        key = rest, frozenset(options.items()), here
         if key not in programs:
-            flat = _of_arrays(function, rest)
+            flat = _of_arrays(function, rest, here)
             programs[key] = jax.jit(flat, compiler_options=options)
         try:
             return jax.block_until_ready(programs[key](*arrays))()
@@ -373,7 +396,7 @@ def _jit(function, kind_of):
                 raise
         if told:  # by a program of equinox's own, which says what failed and where
             return plain(*arguments)
-        programs[key] = jax.jit(_of_arrays(function, rest))  # as another XLA does it
+        programs[key] = jax.jit(_of_arrays(function, rest, here))  # as other XLAs do it
         return jax.block_until_ready(programs[key](*arrays))()
 
     return call

@@ -187,35 +187,75 @@ def test_blas_has_one_thread_within_the_context_and_as_many_as_before_after_it()
         assert threads() == before
 
 
-def test_large_pieces_of_memory_are_asked_for_once_within_the_context_and_given_back():
-    "Pages that the system hands out for each value and slope of a log density, and what the process holds of them."
-    code = """if True:
-        import resource, jax, jax.numpy as jnp
-        from gp_thesis.linalg import _glibc, kept_memory, log_density
-        pages_of = "/sys/kernel/mm/transparent_hugepage/enabled"
-        if not _glibc() or "[always]" in open(pages_of).read():
-            print("none"); raise SystemExit
-        K, slope = 2 * jnp.eye(2500), jax.jit(jax.grad(lambda K: log_density(jnp.ones(2500), 0.0, K)))
-        def pages():
-            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-            slope(K).block_until_ready()
-            return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-        resident = lambda: int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize() / 2**20
+PAGES = """if True:
+    import resource, sys, time, jax, jax.numpy as jnp
+    from gp_thesis.linalg import _glibc, kept_memory, log_density, nan_on_failure, quick_jit
+    pages_of = "/sys/kernel/mm/transparent_hugepage/enabled"
+    if not _glibc() or "[always]" in open(pages_of).read():
+        print("none"); raise SystemExit
+    def value(K):
+        with nan_on_failure():  # as in a fit, so that nothing else calls back
+            return log_density(jnp.ones(3000), 0.0, K)
+    slope = {"jax": jax.jit(jax.grad(lambda K: log_density(jnp.ones(3000), 0.0, K))),
+             "quick": quick_jit(jax.value_and_grad(value))}[sys.argv[1]]
+    K = 2 * jnp.eye(3000)
+    def pages():
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        jax.block_until_ready(slope(K))
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    def resident():
+        time.sleep(0.5)  # another thread may still give its memory back
+        return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize() / 2**20
+    pages()
+    before, size = pages(), resident()
+    with kept_memory():
         pages()
-        before, size = pages(), resident()
         with kept_memory():
             pages()
-            with kept_memory():
-                pages()
-            within, largest = min(pages() for _ in range(5)), resident()  # each thread has its own
-        print(before, within, pages(), largest - size, resident() - size)"""
+        within, largest = min(pages() for _ in range(5)), resident()  # each thread has its own
+    print(before, within, pages(), largest - resident(), resident() - size)"""
+
+
+@pytest.mark.parametrize("kind", ["jax", "quick"])
+def test_large_pieces_of_memory_are_asked_for_once_within_the_context_and_given_back(kind):
+    "Pages that the system hands out for each value and slope of a log density, and what the process holds of them."
     clean = {name: value for name, value in os.environ.items() if "MALLOC" not in name and name != "GLIBC_TUNABLES"}
-    out = subprocess.run([sys.executable, "-c", code], env=clean, capture_output=True, text=True, check=True).stdout
-    if out.strip() == "none":
+    run = subprocess.run([sys.executable, "-c", PAGES, kind], env=clean, capture_output=True, text=True, check=True)
+    if run.stdout.strip() == "none":
         pytest.skip("not GNU's C library, or pages so large that they are few")
-    before, within, after, given_back, left = map(float, out.split())
-    assert before > 1000 and within < 100 and after > 1000, out
-    assert given_back > 50 > left, out
+    before, within, after, given_back, left = map(float, run.stdout.split())
+    assert before > 1000 and within < 100 and after > 1000, run.stdout
+    assert given_back > 50 > left, run.stdout
+
+
+def test_a_cache_on_disk_gets_the_program_of_a_fit(tmp_path):
+    "It takes none that may call back to Python, as they do elsewhere to have their memory kept."
+    code = """if True:
+        import sys, jax, jax.numpy as jnp
+        jax.config.update("jax_compilation_cache_dir", sys.argv[1])
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        from gp_thesis.linalg import kept_memory, quick_jit
+        def step(x):
+            return jnp.sum(x**2)
+        with kept_memory():
+            assert quick_jit(step)(jnp.arange(3.0)) == 5.0"""
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
+    assert any(file.name.startswith("jit_step-") for file in tmp_path.iterdir())
+
+
+def test_a_program_that_runs_in_its_callers_thread_returns_what_another_does():
+    "Whatever it returns: numbers, none at all, whole numbers, keys, nothing to compute with."
+    @quick_jit
+    def call(tree):
+        return jax.tree.map(lambda x: x if eqx.is_array(x) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else 2 * x, tree)
+
+    trees = ({"a": jnp.arange(3.0), "b": jnp.array(jnp.nan)}, [jnp.arange(3)], (), jax.random.key(0), jnp.zeros((0, 2)))
+    before = [call(tree) for tree in trees]
+    with kept_memory():
+        within = [call(tree) for tree in trees]
+    for one, other in zip(jax.tree.leaves(before), jax.tree.leaves(within), strict=True):
+        one, other = (jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in (one, other))
+        np.testing.assert_array_equal(one, other)
 
 
 def test_memory_is_left_to_who_has_a_wish_of_their_own(monkeypatch):
