@@ -243,19 +243,33 @@ def test_a_cache_on_disk_gets_the_program_of_a_fit(tmp_path):
     assert any(file.name.startswith("jit_step-") for file in tmp_path.iterdir())
 
 
-def test_a_program_that_runs_in_its_callers_thread_returns_what_another_does():
-    "Whatever it returns: numbers, none at all, whole numbers, keys, nothing to compute with."
-    @quick_jit
-    def call(tree):
-        return jax.tree.map(lambda x: x if eqx.is_array(x) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else 2 * x, tree)
+def test_a_program_that_runs_in_its_callers_thread_returns_what_another_does(monkeypatch):
+    "Whatever it returns and for any shape: numbers, none at all, whole numbers, keys, nothing to compute with."
+    monkeypatch.setattr(linalg, "LARGE", 0)
+    here, run_here = [], linalg._run_here
+    monkeypatch.setattr(linalg, "_run_here", lambda traced: here.append(traced) or run_here(traced))
+    is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    call = linalg.quick_jit(lambda tree: jax.tree.map(lambda x: jax.random.split(x) if is_key(x) else 2 * x, tree))
 
-    trees = ({"a": jnp.arange(3.0), "b": jnp.array(jnp.nan)}, [jnp.arange(3)], (), jax.random.key(0), jnp.zeros((0, 2)))
+    trees = ({"a": jnp.arange(3.0), "b": jnp.array(jnp.nan)}, [jnp.arange(3)], [jnp.arange(4)], (), jax.random.key(0), jnp.zeros((0, 2)))
     before = [call(tree) for tree in trees]
+    assert not here
     with kept_memory():
         within = [call(tree) for tree in trees]
+    assert len(here) == len(trees) - 1  # without arrays there is no memory to keep
     for one, other in zip(jax.tree.leaves(before), jax.tree.leaves(within), strict=True):
-        one, other = (jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in (one, other))
+        one, other = (jax.random.key_data(x) if is_key(x) else x for x in (one, other))
         np.testing.assert_array_equal(one, other)
+
+
+def test_the_largest_array_of_a_program_is_found_within_its_parts():
+    square = jax.jit(lambda x: jnp.outer(x, x))
+    for function in (square, lambda x: jax.lax.map(lambda _: square(x).sum(), x), jax.checkpoint(lambda x: square(x).sum()),
+                     lambda x: jax.lax.cond(x[0] > 0, lambda: square(x).sum(), lambda: x[0])):
+        assert linalg._largest(jax.make_jaxpr(function)(jnp.ones(100, jnp.float32))) == 40_000
+    assert linalg._largest(jax.make_jaxpr(lambda x: x)(jnp.ones(100))) == 0
+    split = jax.make_jaxpr(lambda key: jax.random.normal(jax.random.split(key)[0]))(jax.random.key(0))
+    assert 0 < linalg._largest(split) < 100
 
 
 def test_memory_is_left_to_who_has_a_wish_of_their_own(monkeypatch):
