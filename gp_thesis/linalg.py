@@ -371,7 +371,7 @@ def _largest(jaxpr):
     inner = [_largest(part) for part in parts if hasattr(part, "eqns")]
     return max(sizes + inner, default=0)
 
-
+# %% ../nbs/02_linalg.ipynb #c010p
 def _run_here(traced):
     "The same, as a function of arrays that may call back, though it never does."
     function, tree = jaxpr_as_fun(traced.jaxpr), jax.tree.structure(traced.out_info)
