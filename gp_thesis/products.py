@@ -255,7 +255,8 @@ def _quadratic_forms_jvp(primals, tangents):
     BA = _half_whitened(L_inv, C) @ A
     X = dR @ R.T - C.T @ E  # of the symmetric C, which in reverse stands as it is
     d_mean = dK.T @ (L_inv.T @ m) + A.T @ (dm - E.T @ m)
-    d_square = 2 * jnp.sum(BA * dK, axis=0) + jnp.sum(A * ((X + X.T) @ A), axis=0)
+    # aᵀ Xᵀ a is aᵀ X a, and in reverse a product of A and A as they are.
+    d_square = 2 * jnp.sum(BA * dK + A * (X.T @ A), axis=0)
     values = A.T @ m, jnp.sum(Kuf * BA, axis=0)
     return values, (d_mean, d_square)  # @eq-forms-derivative
 
