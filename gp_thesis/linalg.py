@@ -22,7 +22,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.tree_util import Partial
 from jaxtyping import Array
@@ -372,12 +372,11 @@ def _largest(jaxpr):
     return max(sizes + inner, default=0)
 
 # %% ../nbs/02_linalg.ipynb #c010p
-def _run_here(traced):
-    "The same, as a function of arrays that may call back, though it never does."
-    function, tree = jaxpr_as_fun(traced.jaxpr), jax.tree.structure(traced.out_info)
-
+def _run_here(function):
+    "The same function of arrays as one that may call back, though it never does."
+    @wraps(function)
     def call(*arrays):
-        results = function(*arrays)
+        results, tree = jax.tree.flatten(function(*arrays))
         numbers = [a for a in results
                    if a.size and jnp.issubdtype(a.dtype, jnp.floating)]
         if not numbers:
@@ -388,18 +387,22 @@ def _run_here(traced):
         same = lax.cond(never, call_back, lambda x: x, x)
         return tree.unflatten([same if a is x else a for a in results])
 
-    call.__name__ = call.__qualname__ = traced.fun_name
     return call
 
 
-def _compile(function, arrays, here, **options):
-    "The program of a function of arrays, of these if it has to run here."
-    program = jax.jit(function, **options)
-    if not here:
-        return program
-    traced = program.trace(*arrays)
-    large = _largest(traced.jaxpr) >= LARGE
-    return jax.jit(_run_here(traced), **options) if large else program
+def _compile(function, arrays, **options):
+    "The program of a function of arrays such as these."
+    if _runs_here():
+        function = jax.jit(function)  # for what is traced now to be made use of later
+        if _largest(function.trace(*arrays).jaxpr) >= LARGE:
+            function = _run_here(function)
+    return jax.jit(function, **options)
+
+# %% ../nbs/02_linalg.ipynb #c010q
+_staged = Primitive("staged")  # False, or a tracer while a program is traced
+_staged.def_impl(lambda: False)
+_staged.def_abstract_eval(lambda: jax.core.ShapedArray((), bool))
+mlir.register_lowering(_staged, mlir.lower_fun(lambda: False, multiple_results=False))
 
 # %% ../nbs/02_linalg.ipynb #c010l
 def _jit(function, kind_of):
@@ -408,27 +411,27 @@ def _jit(function, kind_of):
 
     @wraps(function)
     def call(*arguments):
-        if isinstance(lax.stop_gradient(0.0), jax.core.Tracer):  # within a program
+        if isinstance(_staged.bind(), jax.core.Tracer):
             return function(*arguments)
         arrays, rest = _apart(arguments)  # once: it is Python's work
         if any(isinstance(a, jax.core.Tracer) for a in arrays):
             return plain(*arguments)
-        options = _options(kind_of(arrays), arrays)
-        here = _runs_here() and tuple((a.shape, a.dtype) for a in arrays)
-        key = rest, frozenset(options.items()), here
+        key = rest, tuple((a.shape, a.dtype) for a in arrays), _kept.entered()
         if key not in programs:
             flat = _of_arrays(function, rest)
-            programs[key] = _compile(flat, arrays, here, compiler_options=options)
+            options = _options(kind_of(arrays), arrays)
+            programs[key] = _compile(flat, arrays, compiler_options=options)
         try:
             return jax.block_until_ready(programs[key](*arrays))()
         except (jax.errors.JaxRuntimeError, ValueError) as error:
             told = "EquinoxRuntimeError" in str(error)
+            options = _options(kind_of(arrays), arrays)
             if not told and (isinstance(error, ValueError) or _known(**options)):
                 raise
         if told:  # by a program of equinox's own, which says what failed and where
             return plain(*arguments)
         flat = _of_arrays(function, rest)
-        programs[key] = _compile(flat, arrays, here)  # as another XLA does it
+        programs[key] = _compile(flat, arrays)  # as another XLA does it
         return jax.block_until_ready(programs[key](*arrays))()
 
     return call
@@ -555,7 +558,7 @@ def cholesky_or_nan(
 # %% ../nbs/02_linalg.ipynb #c016
 def phi(A: Array) -> Array:
     "The lower triangle of A with its diagonal halved."
-    return jnp.tril(A) - 0.5 * jnp.diag(diagonal_of(A))
+    return A * (jnp.tri(len(A), dtype=A.dtype) - 0.5 * jnp.eye(len(A), dtype=A.dtype))
 
 
 @precise
@@ -671,16 +674,17 @@ def _invert_jvp(primals, tangents):
     return X, -X @ tangents[0] @ X  # @eq-inverse-forward
 
 
-def _by_halves(L, X, a, b, whole):
-    "X with @eq-block-inverse in rows and columns a to b."
-    if b - a <= whole:
-        return lax.dynamic_update_slice(X, _invert(L[a:b, a:b]), (a, a))
-    m = -(-(a + b) // 2)
-    X = _by_halves(L, _by_halves(L, X, a, m, whole), m, b, whole)
-    X_1, B, X_2 = X[a:m, a:m], L[m:b, a:m], X[m:b, m:b]
-    large = b - a > 2 * whole
+def _by_halves(L, whole):
+    "L⁻¹ by @eq-block-inverse, down to so many rows."
+    N = len(L)
+    if N <= whole:
+        return _invert(L)
+    m = -(-N // 2)
+    X_1, B, X_2 = _by_halves(L[:m, :m], whole), L[m:, :m], _by_halves(L[m:, m:], whole)
+    large = N > 2 * whole
     below = lower_times(X_2, times_lower(B, X_1)) if large else X_2 @ (B @ X_1)
-    return lax.dynamic_update_slice(X, -below, (m, a))
+    above = jnp.pad(X_1, ((0, 0), (0, N - m)))
+    return jnp.concatenate([above, jnp.concatenate([-below, X_2], axis=1)])
 
 
 @jax.custom_jvp
@@ -691,7 +695,7 @@ def inverse_lower(
     "L⁻¹ by matrix products, worth its price where it meets many right hand sides."
     N = L.shape[0]
     pieces = 2 ** sum(N > rows for rows in (WHOLE // 8, WHOLE // 2, 4 * WHOLE))
-    return _by_halves(L, jnp.zeros_like(L), 0, N, -(-N // pieces))
+    return _by_halves(L, -(-N // pieces))
 
 # %% ../nbs/02_linalg.ipynb #c025
 @inverse_lower.defjvp

@@ -249,7 +249,7 @@ def test_a_program_that_runs_in_its_callers_thread_returns_what_another_does(mon
     monkeypatch.setattr(linalg, "LARGE", 0)
     monkeypatch.setattr(linalg, "_runs_here", linalg._kept.entered)  # also on several devices and with a cache
     here, run_here = [], linalg._run_here
-    monkeypatch.setattr(linalg, "_run_here", lambda traced: here.append(traced) or run_here(traced))
+    monkeypatch.setattr(linalg, "_run_here", lambda function: here.append(function) or run_here(function))
     is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
     call = linalg.quick_jit(lambda tree: jax.tree.map(lambda x: jax.random.split(x) if is_key(x) else 2 * x, tree))
 
@@ -258,10 +258,25 @@ def test_a_program_that_runs_in_its_callers_thread_returns_what_another_does(mon
     assert not here
     with kept_memory():
         within = [call(tree) for tree in trees]
-    assert len(here) == len(trees) - 1  # without arrays there is no memory to keep
+    assert len(here) == len(trees)
     for one, other in zip(jax.tree.leaves(before), jax.tree.leaves(within), strict=True):
         one, other = (jax.random.key_data(x) if is_key(x) else x for x in (one, other))
         np.testing.assert_array_equal(one, other)
+
+
+def test_a_program_that_runs_in_its_callers_thread_is_one_for_each_of_jaxs_contexts(monkeypatch):
+    "Where failures are NaN and where they are errors, for one; each is traced once."
+    monkeypatch.setattr(linalg, "LARGE", 0)
+    monkeypatch.setattr(linalg, "_runs_here", linalg._kept.entered)
+    K, traced = -jnp.eye(3), []
+    factor = linalg.quick_jit(lambda K: traced.append(1) or linalg.cholesky(K))
+    with kept_memory():
+        with linalg.nan_on_failure():
+            assert all(np.isnan(factor(K)[-1, -1]) for _ in range(2)) and len(traced) == 1
+        with pytest.raises(eqx.EquinoxRuntimeError, match="not positive definite"):
+            factor(K)
+        with linalg.nan_on_failure():
+            assert np.isnan(factor(K)[-1, -1])
 
 
 def test_the_largest_array_of_a_program_is_found_within_its_parts():
@@ -427,6 +442,19 @@ def test_a_function_within_a_program_is_traced_once():
 
     assert jax.jit(jax.grad(linalg.quick_jit(square)))(3.0) == 6
     assert calls == ["slope"]
+
+
+def test_a_quick_function_of_constants_may_stand_in_loops_batches_and_their_derivatives():
+    "To find out whether a program is traced leaves nothing behind that another transformation stumbles over."
+    nine = linalg.quick_jit(lambda x: x**2)
+    within = lambda x: x * nine(jnp.asarray(3.0))
+    twice = lambda x: jax.lax.scan(lambda x, _: (within(x), None), x, length=2)[0]
+    branch = lambda x: jax.lax.cond(x > 0, within, lambda x: x, x)
+    for function, factor in ((within, 9.0), (twice, 81.0), (jax.checkpoint(twice), 81.0), (branch, 9.0)):
+        for jit in (lambda function: function, jax.jit):
+            assert jit(function)(1.0) == jit(jax.grad(function))(1.0) == factor and jit(jax.hessian(function))(1.0) == 0
+            for batch in (jax.vmap(function), jax.vmap(jax.grad(function))):
+                np.testing.assert_array_equal(jit(batch)(jnp.ones(2)), [factor, factor])
 
 
 def test_options_that_this_xla_does_not_know_are_left_out(monkeypatch):
