@@ -674,17 +674,16 @@ def _invert_jvp(primals, tangents):
     return X, -X @ tangents[0] @ X  # @eq-inverse-forward
 
 
-def _by_halves(L, whole):
-    "L⁻¹ by @eq-block-inverse, down to so many rows."
-    N = len(L)
-    if N <= whole:
-        return _invert(L)
-    m = -(-N // 2)
-    X_1, B, X_2 = _by_halves(L[:m, :m], whole), L[m:, :m], _by_halves(L[m:, m:], whole)
-    large = N > 2 * whole
+def _by_halves(L, X, a, b, whole):
+    "X with @eq-block-inverse in rows and columns a to b."
+    if b - a <= whole:
+        return lax.dynamic_update_slice(X, _invert(L[a:b, a:b]), (a, a))
+    m = -(-(a + b) // 2)
+    X = _by_halves(L, _by_halves(L, X, a, m, whole), m, b, whole)
+    X_1, B, X_2 = X[a:m, a:m], L[m:b, a:m], X[m:b, m:b]
+    large = b - a > 2 * whole
     below = lower_times(X_2, times_lower(B, X_1)) if large else X_2 @ (B @ X_1)
-    above = jnp.pad(X_1, ((0, 0), (0, N - m)))
-    return jnp.concatenate([above, jnp.concatenate([-below, X_2], axis=1)])
+    return lax.dynamic_update_slice(X, -below, (m, a))
 
 
 @jax.custom_jvp
@@ -695,7 +694,7 @@ def inverse_lower(
     "L⁻¹ by matrix products, worth its price where it meets many right hand sides."
     N = L.shape[0]
     pieces = 2 ** sum(N > rows for rows in (WHOLE // 8, WHOLE // 2, 4 * WHOLE))
-    return _by_halves(L, -(-N // pieces))
+    return _by_halves(L, jnp.zeros_like(L), 0, N, -(-N // pieces))
 
 # %% ../nbs/02_linalg.ipynb #c025
 @inverse_lower.defjvp
