@@ -54,7 +54,7 @@ def objective_and_gradient(approximation, *data, num_data=None):
         WITHIN.enter_context(context)
 
     def step():
-        return jax.block_until_ready(loss_and_gradient(negative_objective, trainable, rest, data, num_data))
+        return loss_and_gradient(negative_objective, trainable, rest, data, num_data)  # when it is there
 
     def read(result):
         value, gradient = jax.tree.map(jnp.negative, result)

@@ -329,11 +329,14 @@ def squared_distance(
 
     With more than `EXACT_COLUMNS` columns rounding costs up to ε |x|², |x| from the
     mean of X. Where that counts in float32, differences are taken, which is slower."""
-    X, Y = X / lengthscale, (X if X2 is None else X2) / lengthscale
+    X = X / lengthscale
+    Y = X if X2 is None else X2 / lengthscale
     if X.shape[1] <= EXACT_COLUMNS:
         # contiguous columns; XLA would fold a bare A.T into strided reads
         columns = lambda A: jnp.eye(A.shape[1], dtype=A.dtype) @ A.T
-        return sum((x[:, None] - y) ** 2 for x, y in zip(columns(X), columns(Y)))
+        A = columns(X)
+        B = A if X2 is None else columns(Y)
+        return sum((a - b) ** 2 for a, b in zip(A[:, :, None], B))
     if X.dtype == jnp.float64:
         r2 = _expanded(*_centred(X, Y))
     else:

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['LOWER_CHOLESKY', 'CORNER', 'positive', 'unit_interval', 'lower_triangular', 'free', 'freeze', 'unfreeze', 'cast',
-           'partition', 'Parameter', 'Fixed', 'is_frozen', 'parameter', 'as_float', 'fill_triangle', 'read_triangle',
-           'is_parameter', 'is_positive', 'log_prior', 'log_prior_unconstrained', 'in_widest_dtype', 'suggesting',
-           'Suggesting']
+           'partition', 'softplus', 'Parameter', 'Fixed', 'is_frozen', 'parameter', 'as_float', 'fill_triangle',
+           'read_triangle', 'is_parameter', 'is_positive', 'log_prior', 'log_prior_unconstrained', 'in_widest_dtype',
+           'suggesting', 'Suggesting']
 
 # %% ../nbs/01_parameters.ipynb #c005
 import difflib
@@ -18,10 +18,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import wadler_lindig as wl
+from jax import lax
 from jaxtyping import Array, PyTree
 from numpyro.distributions import constraints
 from numpyro.distributions.transforms import Transform, biject_to
 from paramax import AbstractUnwrappable, NonTrainable, non_trainable, unwrap
+
+# %% ../nbs/01_parameters.ipynb #c007b
+@jax.custom_jvp
+def softplus(
+    v: Array,  # Of any shape
+) -> Array:  # The shape of v
+    "log(1 + eᵛ)."
+    return lax.max(v, lax.full_like(v, 0)) + lax.log1p(lax.exp(-lax.abs(v)))
+
+
+@softplus.defjvp
+def _softplus_jvp(primals, tangents):
+    (v,), (dv,) = primals, tangents
+    return softplus(v), lax.logistic(v) * dv
 
 # %% ../nbs/01_parameters.ipynb #c007a
 class _ReadAsNumbers:
@@ -74,6 +89,8 @@ class Parameter(_ReadAsNumbers, AbstractUnwrappable):
         if _in_numpy(self.constraint, v):
             with np.errstate(invalid="ignore"):  # NaN stays NaN
                 return jax.device_put(np.logaddexp(np.asarray(v), 0))
+        if self.constraint is constraints.softplus_positive:
+            return softplus(v)
         return biject_to(self.constraint)(v).astype(v.dtype)
 
     @property
@@ -208,7 +225,7 @@ class _FillTriangle(Transform):
 
     @jax.jit
     def __call__(self, x):
-        diagonal = jax.nn.softplus(CORNER * _on_diagonal(x)) / CORNER
+        diagonal = softplus(CORNER * _on_diagonal(x)) / CORNER
         return _with_diagonal(fill_triangle(x), diagonal)
 
     @jax.jit

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gp_thesis.parameters import (CORNER, Fixed, as_float, cast, free, freeze, log_prior, log_prior_unconstrained, lower_triangular,
-                                  partition, positive, unfreeze, unit_interval, unwrap)
+                                  partition, positive, softplus, unfreeze, unit_interval, unwrap)
 
 
 class Model(eqx.Module):
@@ -107,6 +107,22 @@ def test_every_kind_of_parameter_keeps_its_precision():
     for parameter in parameters:
         single = cast(parameter, jnp.float32)
         assert single.value.dtype == jnp.float32 and jnp.allclose(single.value, parameter.value, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_softplus_and_its_derivatives_keep_their_digits_from_end_to_end(dtype):
+    "Against forms in which nothing cancels, in the longest floats that NumPy has."
+    v = np.array([-80.0, -30.0, -3.0, -1e-4, 0.0, 1e-4, 0.7, 3.0, 30.0, 1e4], dtype)
+    long, eps = v.astype(np.longdouble), np.finfo(dtype).eps
+    e = np.exp(-abs(long))
+    expected = np.maximum(long, 0) + np.log1p(e), np.where(long < 0, e, 1) / (1 + e), e / (1 + e) ** 2
+    functions = softplus, jax.grad(softplus), jax.grad(jax.grad(softplus))
+    for function, wanted, lost in zip(functions, expected, (0, 0, eps)):  # the slope of a slope of almost 1 is a difference
+        found = jax.jit(jax.vmap(function))(v)
+        assert found.dtype == dtype
+        np.testing.assert_allclose(found, wanted.astype(dtype), rtol=40 * eps, atol=lost)
+    ends = softplus(jnp.array([-np.inf, np.inf, np.nan], dtype))
+    assert ends[0] == 0 and ends[1] == np.inf and np.isnan(ends[2])
 
 
 def test_vmap_and_second_derivatives_go_through_the_bijections():
