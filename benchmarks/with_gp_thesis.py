@@ -53,11 +53,15 @@ def objective_and_gradient(approximation, *data, num_data=None):
     for context in (gpt.one_blas_thread(), gpt.kept_memory()):
         WITHIN.enter_context(context)
 
+    leaves, structure = jax.tree.flatten(trainable)
+    of_leaves = loss_and_gradient.of_arrays(1, negative_objective, trainable, rest, data, num_data)
+
     def step():
-        return loss_and_gradient(negative_objective, trainable, rest, data, num_data)  # when it is there
+        return of_leaves(*leaves)  # when it is there
 
     def read(result):
-        value, gradient = jax.tree.map(jnp.negative, result)
+        value, *gradient = map(jnp.negative, result)
+        gradient = structure.unflatten(gradient)
         pairs = zip(hyperparameters(gradient).items(), hyperparameters(approximation).values())
         return value, {name: constrained_gradient(g, parameter) for (name, g), parameter in pairs}
 

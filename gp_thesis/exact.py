@@ -233,7 +233,7 @@ class ExactPosterior(GaussianPosterior):
     def latent_marginals(self, Xs):
         kernel, ks = self.model.kernel, self.model.kernel.evaluate(self.X, Xs)
         prior_mean = self.model.mean.evaluate(Xs)
-        mean = ((ks.T @ self.alpha).T + prior_mean.T).T  # @eq-posterior-mean
+        mean = (self.alpha.T @ ks + prior_mean.T).T  # @eq-posterior-mean
         # What y leaves unexplained is @eq-posterior-covariance on the diagonal.
         var = project(self.L, ks, kernel.evaluate_diag(Xs)).d
         return mean, jnp.broadcast_to(var, mean.T.shape).T

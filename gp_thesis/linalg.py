@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['PARTS', 'QUICK', 'DRAFT', 'PLAIN_SUMS', 'FEW', 'LARGE', 'WHOLE', 'JITTER', 'precise', 'ruled', 'one_at_a_time',
            'solve_lower', 'solve_upper', 'add_diagonal', 'one_blas_thread', 'kept_memory', 'quick_jit', 'draft_jit',
-           'times_tangent', 'times', 'factor_or_nan', 'diagonal_of', 'cholesky_or_nan', 'phi', 'relative_tangent',
-           'nan_on_failure', 'fails_with_nan', 'cholesky', 'lower_times', 'times_lower', 'inverse_lower', 'lower_gram',
-           'inverses', 'log_density', 'log_determinant', 'woodbury_solve', 'low_rank_log_determinant',
-           'cholesky_reverse_unblocked', 'cholesky_reverse_blocked']
+           'times_tangent', 'transpose_times', 'times', 'factor_or_nan', 'diagonal_of', 'cholesky_or_nan', 'phi',
+           'relative_tangent', 'nan_on_failure', 'fails_with_nan', 'cholesky', 'lower_times', 'times_lower',
+           'inverse_lower', 'lower_gram', 'inverses', 'log_density', 'log_determinant', 'woodbury_solve',
+           'low_rank_log_determinant', 'cholesky_reverse_unblocked', 'cholesky_reverse_blocked']
 
 # %% ../nbs/02_linalg.ipynb #c005
 import ctypes
@@ -351,11 +351,16 @@ def _together(rest, *arrays):
     return structure.unflatten(next(each) if s is None else s for s in still)
 
 
+def _packed(tree):
+    "The arrays of a tree, which a call puts together."
+    arrays, rest = _apart(tree)
+    return Partial(partial(_together, rest), *arrays)
+
+
 def _of_arrays(function, rest):
-    "From the arrays of its arguments to its result, which a call puts together."
+    "From the arrays of its arguments to its result, packed."
     def call(*arrays):
-        arrays, rest_of_result = _apart(function(*_together(rest, *arrays)))
-        return Partial(partial(_together, rest_of_result), *arrays)
+        return _packed(function(*_together(rest, *arrays)))
 
     call.__name__ = call.__qualname__ = getattr(function, "__name__", "call")
     return call
@@ -407,9 +412,36 @@ _staged.def_abstract_eval(lambda: jax.core.ShapedArray((), bool))
 mlir.register_lowering(_staged, mlir.lower_fun(lambda: False, multiple_results=False))
 
 # %% ../nbs/02_linalg.ipynb #c010l
+def _runner(function, plain, kind_of):
+    "From arguments that were taken apart to what `function` makes of them, packed."
+    programs = {}
+
+    def run(arrays, rest):
+        key = rest, tuple((a.shape, a.dtype) for a in arrays), _kept.entered()
+        if key not in programs:
+            flat = _of_arrays(function, rest)
+            options = _options(kind_of(arrays), arrays)
+            programs[key] = _compile(flat, arrays, compiler_options=options)
+        try:
+            return jax.block_until_ready(programs[key](*arrays))
+        except (jax.errors.JaxRuntimeError, ValueError) as error:
+            told = "EquinoxRuntimeError" in str(error)
+            options = _options(kind_of(arrays), arrays)
+            if not told and (isinstance(error, ValueError) or _known(**options)):
+                raise
+        if told:  # by a program of equinox's own, which says what failed and where
+            return _packed(plain(*_together(rest, *arrays)))
+        flat = _of_arrays(function, rest)
+        programs[key] = _compile(flat, arrays)  # as another XLA does it
+        return jax.block_until_ready(programs[key](*arrays))
+
+    return run
+
+# %% ../nbs/02_linalg.ipynb #c010v
 def _jit(function, kind_of):
     "As `equinox.filter_jit`, with the options that there are for such arguments."
-    plain, programs = eqx.filter_jit(function), {}
+    plain = eqx.filter_jit(function)
+    run = _runner(function, plain, kind_of)
 
     @wraps(function)
     def call(*arguments):
@@ -418,29 +450,22 @@ def _jit(function, kind_of):
         arrays, rest = _apart(arguments)  # once: it is Python's work
         if any(isinstance(a, jax.core.Tracer) for a in arrays):
             return plain(*arguments)
-        key = rest, tuple((a.shape, a.dtype) for a in arrays), _kept.entered()
-        if key not in programs:
-            flat = _of_arrays(function, rest)
-            options = _options(kind_of(arrays), arrays)
-            programs[key] = _compile(flat, arrays, compiler_options=options)
-        try:
-            return jax.block_until_ready(programs[key](*arrays))()
-        except (jax.errors.JaxRuntimeError, ValueError) as error:
-            told = "EquinoxRuntimeError" in str(error)
-            options = _options(kind_of(arrays), arrays)
-            if not told and (isinstance(error, ValueError) or _known(**options)):
-                raise
-        if told:  # by a program of equinox's own, which says what failed and where
-            return plain(*arguments)
-        flat = _of_arrays(function, rest)
-        programs[key] = _compile(flat, arrays)  # as another XLA does it
-        return jax.block_until_ready(programs[key](*arrays))()
+        return run(arrays, rest)()
 
+    def of_arrays(place, *arguments):
+        arrays, rest = _apart(arguments)
+        first, last = (len(_apart(arguments[:k])[0]) for k in (place, place + 1))
+        return lambda *new: run([*arrays[:first], *new, *arrays[last:]], rest).args
+
+    call.of_arrays = of_arrays
     return call
 
 # %% ../nbs/02_linalg.ipynb #c010k
 def quick_jit(function):
-    "`equinox.filter_jit`, whose programs compile sooner and run about as fast."
+    """`equinox.filter_jit`, whose programs compile sooner and run about as fast.
+
+    `of_arrays(place, *arguments)` of it is for many calls that differ in one argument:
+    a function of that one's arrays to those of the result, with no trees in between."""
     return _jit(function, lambda leaves: QUICK)
 
 
@@ -459,6 +484,15 @@ def times_tangent(
     "A dB, for rules of derivatives: in reverse Aᵀ is a matrix of its own."
     A_T = lax.optimization_barrier(A.T)
     return lax.dot_general(A_T, dB, (((0,), (0,)), ((), ())))
+
+
+@precise
+def transpose_times(
+    A: Array,  # (M, N)
+    m: Array,  # (M,) or (M, P)
+) -> Array:  # (N,) or (N, P)
+    "Aᵀ m as the transpose of mᵀ A, which is quicker."
+    return (m.T @ A).T
 
 
 @jax.custom_jvp

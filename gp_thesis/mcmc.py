@@ -37,9 +37,9 @@ from .exact import (
 from .inducing import (
     InducingPoints, InducingVariables, inducing_factor, projection)
 from .kernels import Independent, check_inputs, in_dtype
-from gp_thesis.linalg import (
+from .linalg import (
     JITTER, cholesky, nan_on_failure, one_blas_thread, precise, quick_jit, solve_lower,
-    solve_upper)
+    solve_upper, transpose_times)
 from .parameters import (
     Parameter, free, freeze, is_frozen, is_parameter, log_prior_unconstrained,
     partition, suggesting, unfreeze, unwrap)
@@ -68,7 +68,7 @@ def given_values(model, parts, X):
     "Mean and variance of f(X) given u, @eq-given-values, (N,) or (N, P) both."
     def one(part):
         A, d = projection(part.inducing, part.kernel, part.factor, X, False)
-        mean, variances = A.T @ part.q.m, part.kernel.evaluate_diag(X)
+        mean, variances = transpose_times(A, part.q.m), part.kernel.evaluate_diag(X)
         d = jnp.maximum(d, jnp.finfo(d.dtype).eps * variances)  # has a square root
         return mean, jnp.broadcast_to(d, mean.T.shape).T
 

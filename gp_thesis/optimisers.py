@@ -118,7 +118,7 @@ class _Search:
     def evaluate(self, v):
         self.trial = None
         try:
-            value, gradient = self.function(v)
+            value, *gradient = self.function(v)
             value, gradient = float(value), end_to_end(gradient)
             if np.isfinite(value) and np.isfinite(gradient).all():
                 self.trial = v.copy(), value, gradient
@@ -202,7 +202,9 @@ def lbfgs(
     """SciPy's L-BFGS-B with walls; what it found is what it recorded last.
 
     `point()` is the tree. If the start is a wall, the reason is NOT_FINITE."""
-    function = lambda v: loss_and_gradient(loss, cut_like(start, v), *arguments)
+    leaves = jax.tree.leaves(start)
+    of_leaves = loss_and_gradient.of_arrays(1, loss, start, *arguments)
+    function = lambda v: of_leaves(*cut_like(leaves, v))
     reach = lambda v, value: record(lambda: cut_like(start, v), value)
     search = _Search(function, reach, tolerance, positive_entries(start))
     result, more = OptimizeResult(success=False, status=99), True

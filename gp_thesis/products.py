@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['CHUNK', 'TALL', 'KEPT', 'PANEL', 'Projection', 'unexplained', 'project', 'Factor', 'with_inverse', 'solve', 'gram',
            'projected_gram', 'in_motion', 'rows_at_once', 'chunk_rows', 'in_one_chunk', 'is_kept', 'over_rows',
-           'log_normaliser', 'quadratic_forms', 'squares', 'training_marginals', 'solution', 'at_optimum']
+           'wait_for', 'log_normaliser', 'quadratic_forms', 'squares', 'training_marginals', 'solution', 'at_optimum']
 
 # %% ../nbs/06_products.ipynb #c005
 from functools import partial
@@ -20,7 +20,7 @@ from jaxtyping import Array
 
 from .linalg import (
     cholesky, inverse_lower, inverses, log_determinant, lower_times, precise,
-    relative_tangent, ruled, solve_lower, times, times_tangent)
+    relative_tangent, ruled, solve_lower, times, times_tangent, transpose_times)
 
 # %% ../nbs/06_products.ipynb #c008
 class Projection(NamedTuple):
@@ -204,6 +204,14 @@ def over_rows(
         return total
     return add(total, function(*(a[chunks * rows:] for a in arrays)))
 
+# %% ../nbs/06_products.ipynb #c019c
+def wait_for(
+    first: Array,  # A number
+    value: Array,
+) -> Array:  # The shape of `value`
+    "`value`, once `first` is known; NaN where that is not finite."
+    return jnp.where(jnp.isfinite(first), value, jnp.nan)
+
 # %% ../nbs/06_products.ipynb #c021
 @jax.custom_jvp
 @precise
@@ -238,7 +246,7 @@ def quadratic_forms(
 ) -> tuple[Array, Array]:  # (N,) both
     "aᵀ m and aᵀ (R Rᵀ - I) a for each column a of A = L⁻¹ Kuf, @eq-forms."
     A, C = factor.inverse @ Kuf, R @ R.T - jnp.eye(len(R), dtype=R.dtype)
-    return A.T @ m, jnp.sum(Kuf * (_half_whitened(factor.inverse, C) @ A), axis=0)
+    return m @ A, jnp.sum(Kuf * (_half_whitened(factor.inverse, C) @ A), axis=0)
 
 
 def _half_whitened(L_inv, C):
@@ -254,10 +262,10 @@ def _quadratic_forms_jvp(primals, tangents):
     A, E = L_inv @ Kuf, relative_tangent(L_inv, d_factor.K)  # E = L⁻¹ dL
     BA = _half_whitened(L_inv, C) @ A
     X = dR @ R.T - C.T @ E  # of the symmetric C, which in reverse stands as it is
-    d_mean = dK.T @ (L_inv.T @ m) + A.T @ (dm - E.T @ m)
+    d_mean = (m @ L_inv) @ dK + (dm - m @ E) @ A
     # aᵀ Xᵀ a is aᵀ X a, and in reverse a product of A and A as they are.
     d_square = 2 * jnp.sum(BA * dK + A * (X.T @ A), axis=0)
-    values = A.T @ m, jnp.sum(Kuf * BA, axis=0)
+    values = m @ A, jnp.sum(Kuf * BA, axis=0)
     return values, (d_mean, d_square)  # @eq-forms-derivative
 
 # %% ../nbs/06_products.ipynb #c025
@@ -296,7 +304,8 @@ def training_marginals(
         mean, excess = quadratic_forms(factor, Kuf, m, R)
     else:
         A, variances = solve(factor, Kuf, False), variances[:, None]
-        mean, excess = A.T @ m, (squares(R, A) - jnp.sum(A**2, axis=0)).T
+        mean = transpose_times(A, m)
+        excess = (squares(R, A) - jnp.sum(A**2, axis=0)).T
     floor = jnp.finfo(variances.dtype).eps * variances
     return mean, jnp.maximum(variances + excess, floor)
 

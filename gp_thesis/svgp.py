@@ -28,7 +28,8 @@ from .linalg import factor_or_nan, inverse_lower, precise
 from gp_thesis.parameters import (
     CORNER, Parameter, fill_triangle, free, lower_triangular, suggesting,
     unwrap)
-from .products import Factor, chunk_rows, over_rows, training_marginals
+from .products import (
+    Factor, chunk_rows, over_rows, training_marginals, wait_for)
 from .variational import check_count, zeros_for
 
 # %% ../nbs/30_classification.ipynb #c007
@@ -144,9 +145,13 @@ def joined(model, parts):
 
 def latent_marginals(model, parts, X):
     "Means and variances of f(X) under q, @eq-svgp-marginals, (N,) or (N, P) both."
-    each = [training_marginals(
-        part.factor, part.inducing.cross_covariance(part.kernel, X),
-        part.kernel.evaluate_diag(X), part.q.m, part.q.S_factor) for part in parts]
+    def one(part):
+        rows = wait_for(part.factor.L[-1, -1], X)
+        return training_marginals(
+            part.factor, part.inducing.cross_covariance(part.kernel, rows),
+            part.kernel.evaluate_diag(X), part.q.m, part.q.S_factor)
+
+    each = [one(part) for part in parts]
     mean, var = each[0] if len(each) == 1 else (
         jnp.stack(moments, axis=1) for moments in zip(*each))
     return (mean.T + model.mean.evaluate(X).T).T, var

@@ -24,7 +24,7 @@ from .gaussians import kl_from_cholesky
 from .likelihoods import tilted_moments
 from .linalg import (
     JITTER, cholesky, fails_with_nan, inverse_lower, inverses, log_determinant,
-    nan_on_failure, precise, solve_lower, solve_upper)
+    nan_on_failure, precise, solve_lower, solve_upper, transpose_times)
 from .parameters import (
     Parameter, free, lower_triangular, positive, suggesting, unwrap)
 from .products import project
@@ -45,7 +45,7 @@ def conditional(
     A, d = project(L, Kuf, variances)
     a = A if whiten else solve_upper(L, A)
     V = jnp.swapaxes(S_factor, -1, -2) @ a
-    return a.T @ m, (d + jnp.sum(V**2, axis=-2)).T
+    return transpose_times(a, m), (d + jnp.sum(V**2, axis=-2)).T
 
 
 @precise

@@ -17,7 +17,8 @@ from threadpoolctl import threadpool_info, threadpool_limits
 from gp_thesis import linalg
 from gp_thesis.linalg import (JITTER, add_diagonal, cholesky, cholesky_reverse_blocked, cholesky_reverse_unblocked,
                               fails_with_nan, inverse_lower, inverses, log_density, nan_on_failure,
-                              kept_memory, log_determinant, low_rank_log_determinant, one_blas_thread, solve_lower, solve_upper, times, woodbury_solve)
+                              kept_memory, log_determinant, low_rank_log_determinant, one_blas_thread, solve_lower, solve_upper, times,
+                              transpose_times, woodbury_solve)
 
 rng = np.random.default_rng(0)
 
@@ -560,6 +561,27 @@ def test_a_call_takes_its_arguments_apart_once():
     total(pair)
     apart.clear()
     assert total(pair).sum() == 2 and len(apart) == 1
+
+    of_pair = linalg.quick_jit(lambda c, pair: c * sum(pair.numbers)).of_arrays(1, 3.0, pair)
+    apart.clear()
+    for one in (1.0, 2.0):
+        (result,) = of_pair(jnp.full(2, one), jnp.ones(2))
+        assert result.sum() == 6 * (one + 1) and not apart
+
+
+def test_a_function_of_arrays_fails_as_a_call_does():
+    of_arrays = linalg.quick_jit(lambda name, K: linalg.cholesky(K, name)).of_arrays(1, "K_uu", jnp.eye(3))
+    assert np.allclose(of_arrays(4 * jnp.eye(3))[0], 2 * np.eye(3))
+    with pytest.raises(eqx.EquinoxRuntimeError, match="K_uu of size 3 x 3"):
+        of_arrays(-jnp.eye(3))
+
+
+@pytest.mark.parametrize("m", [rng.normal(size=4), rng.normal(size=(4, 3))], ids=["vector", "columns"])
+def test_a_transpose_times_columns_is_the_plain_product_to_second_order(m):
+    A, m = jnp.asarray(rng.normal(size=(4, 5))), jnp.asarray(m)
+    for derivative in (lambda f: f, jax.jacfwd, jax.jacrev, jax.hessian):
+        ours, plain = (derivative(lambda A: jnp.sin(product(A, m)))(A) for product in (transpose_times, lambda A, m: A.T @ m))
+        assert np.allclose(ours, plain, rtol=0, atol=1e-12)
 
 
 def test_an_error_of_the_function_itself_is_raised_and_it_runs_once():

@@ -10,7 +10,7 @@ from gp_thesis import products
 from gp_thesis.linalg import cholesky, inverse_lower, solve_lower
 from gp_thesis.products import (at_optimum, chunk_rows, gram, in_motion, in_one_chunk, log_normaliser, over_rows, project,
                                 projected_gram, quadratic_forms, rows_at_once, solution, solve, squares, training_marginals,
-                                unexplained, with_inverse)
+                                unexplained, with_inverse, wait_for)
 
 rng = np.random.default_rng(0)
 M, N = 3, 4
@@ -201,6 +201,13 @@ def test_no_more_than_a_chunk_of_rows_is_worked_on_at_once():
 
     assert float(jax.jit(lambda X: over_rows(of_rows, 10, (X,)))(np.ones((94, 2)))) == 188
     assert max(seen) == 10 and min(seen) == 4
+
+
+def test_what_waits_is_itself_once_the_first_is_there():
+    X = jnp.arange(6.0).reshape(3, 2)
+    assert np.array_equal(wait_for(jnp.array(2.0), X), X) and np.all(np.isnan(wait_for(jnp.array(jnp.nan), X)))
+    slope = jax.grad(lambda first, X: jnp.sum(wait_for(first, X) ** 2), (0, 1))(jnp.array(2.0), X)
+    assert slope[0] == 0 and np.array_equal(slope[1], 2 * X)
 
 
 def test_a_chunk_is_never_short_beside_the_matrix_of_inducing_variables():

@@ -70,8 +70,12 @@ class Together:
         finally:
             self._leave()
 
-    def loss_and_gradient(self, loss, tree, *arguments):
-        "`optimisers.loss_and_gradient`, which waits for the other members."
+    def of_arrays(self, _, loss, start, *arguments):
+        "That of `optimisers.loss_and_gradient`, whose function waits for the other members."
+        unflatten = jax.tree.structure(start).unflatten
+        return lambda *leaves: jax.tree.leaves(self._ask(loss, unflatten(leaves), arguments))
+
+    def _ask(self, loss, tree, arguments):
         me = self.here.member
         with self.turn:
             self.fitting.add(me)
@@ -118,7 +122,7 @@ class Together:
 def run_together(run, keys, together=None):
     "run(*key) of each key, in threads whose fits share programs: keys and futures, those first that end first."
     together = together or Together(keys)
-    shared = patch.multiple(optimisers, loss_and_gradient=together.loss_and_gradient, cut_like=_on_the_host)
+    shared = patch.multiple(optimisers, loss_and_gradient=together, cut_like=_on_the_host)
     with shared, patch.object(fitting, "lbfgs", together.lbfgs), ThreadPoolExecutor(len(keys)) as threads:
         futures = {threads.submit(together.run, key, partial(run, *key)): key for key in keys}
         for future in as_completed(futures):
