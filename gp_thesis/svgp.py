@@ -146,7 +146,7 @@ def joined(model, parts):
 def latent_marginals(model, parts, X):
     "Means and variances of f(X) under q, @eq-svgp-marginals, (N,) or (N, P) both."
     def one(part):
-        rows = wait_for(part.factor.L[-1, -1], X)
+        rows = wait_for(part.factor.L[-1, -1], X)  # which all the rest waits for
         return training_marginals(
             part.factor, part.inducing.cross_covariance(part.kernel, rows),
             part.kernel.evaluate_diag(X), part.q.m, part.q.S_factor)
