@@ -10,7 +10,7 @@ from gp_thesis import products
 from gp_thesis.linalg import cholesky, inverse_lower, solve_lower
 from gp_thesis.products import (at_optimum, chunk_rows, gram, in_motion, in_one_chunk, log_normaliser, over_rows, project,
                                 projected_gram, quadratic_forms, rows_at_once, solution, solve, squares, training_marginals,
-                                unexplained, with_inverse, wait_for)
+                                unexplained, wait_for, with_inverse)
 
 rng = np.random.default_rng(0)
 M, N = 3, 4
