@@ -858,15 +858,20 @@ def standardise(
 ) -> tuple[np.ndarray, Standardiser]:  # the standardised array and the map that made it
     """Columns of mean 0 and standard deviation 1 (constant ones: 0).
 
-    Raises ValueError for no rows, NaN or infinity, and what is no number."""
+    Raises ValueError for no rows, NaN or infinity, numbers whose squares overflow, and
+    what is no number."""
     X = _floats(X)
     if X.ndim not in (1, 2) or not X.size or not np.isfinite(X).all():
         raise ValueError(f"X has shape {X.shape}; "
                          "accepted: (N, D) or (N,) with N > 0, all entries finite")
     constant = X.max(axis=0) == X.min(axis=0)
-    mean = np.where(constant, X[0], X.mean(axis=0))  # an entry has no rounding error
-    deviation = X.std(axis=0)
-    scale = np.where(constant | (deviation == 0), X.dtype.type(1), deviation)
+    wide = np.promote_types(X.dtype, float)  # sums over many rows round, squares overflow
+    with np.errstate(over="ignore", invalid="ignore"):
+        mean, deviation = X.mean(axis=0, dtype=wide), X.std(axis=0, dtype=wide)
+    mean = np.where(constant, X[0], mean).astype(X.dtype)  # an entry is not rounded
+    scale = np.where(constant | (deviation == 0), 1, deviation).astype(X.dtype)
+    if not (np.isfinite(mean).all() and np.isfinite(scale).all()):
+        raise ValueError("X has numbers too large for their squares: change its unit")
     return (X - mean) / scale, Standardiser(mean, scale)
 
 # %% ../nbs/04_data.ipynb #c070

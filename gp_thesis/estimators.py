@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['REGRESSION', 'TWO_CLASSES', 'SEVERAL_CLASSES', 'MOST_CLUSTERED', 'ALL_ROWS', 'Q_ALONE', 'STOCHASTIC', 'CHUNK',
-           'method_for', 'approximation', 'fitted', 'checked', 'numbers', 'GPEstimator', 'predicted', 'GPRegressor',
-           'GPClassifier']
+           'method_for', 'approximation', 'fitted', 'checked', 'numbers', 'GPEstimator', 'predicted', 'moments',
+           'GPRegressor', 'GPClassifier']
 
 # %% ../nbs/34_estimators.ipynb #c004
 import math
@@ -22,7 +22,7 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from .data import from_table, standardise
-from .exact import GP, Approximation, Exact
+from .exact import GP, Approximation, Exact, float_dtype
 from .fitting import Fit, fit
 from .inducing import InducingPoints
 from .kernels import RBF, Kernel
@@ -96,6 +96,8 @@ def fitted(
     if isinstance(approx, SVGP) and len(X) > ALL_ROWS:
         return fit(approx, (X, y), optimiser=STOCHASTIC, steps=own(3000),
                    batch_size=500, **several)
+    if isinstance(approx, VGP):
+        approx = approx.fixed_point(X, y, rounds=10)
     if isinstance(approx, SVGP):
         first = fit(approx, (X, y), optimiser=Q_ALONE, steps=10, progress=False)
         approx = first.approx
@@ -148,7 +150,7 @@ class GPEstimator(BaseEstimator):
     def _fit(self, X, y, likelihood, methods, num_latents=1):
         "From data, y as the likelihood takes it, to a posterior."
         X, self.X_scaler_ = standardise(X)
-        dtype = jnp.result_type(float)
+        self.dtype_ = dtype = jnp.result_type(float)
         kernel = self._kernel(X.shape[1]) if self.kernel is None else self.kernel
         model = cast(GP(kernel, likelihood), dtype)
         self.method_ = method_for(self.method, len(X), methods)
@@ -174,12 +176,28 @@ def predicted(
     def of_rows(X):
         spare = max(32, 1 << (len(X) - 1).bit_length()) - len(X)
         padded = np.concatenate([X, np.broadcast_to(X[0], (spare, X.shape[1]))])
-        moments = posterior.predict_y(jnp.asarray(padded, jnp.result_type(float)))
-        return [np.asarray(moment, float)[: len(X)] for moment in moments]
+        both = posterior.predict_y(jnp.asarray(padded, float_dtype(posterior.model)))
+        return [np.asarray(moment, float)[: len(X)] for moment in both]
 
     chunks = [of_rows(X[k : k + CHUNK]) for k in range(0, len(X), CHUNK)]
     mean, var = (np.concatenate(parts) for parts in zip(*chunks))
     return mean, var
+
+
+def moments(
+    estimator,  # After its `fit`
+    X,  # (S, D), as the user has it
+) -> tuple[np.ndarray, np.ndarray]:
+    "Those of y in standard units; ValueError if JAX would round what was fitted."
+    check_is_fitted(estimator)
+    X = checked(estimator, X, reset=False)
+    fine, now = estimator.dtype_, jnp.result_type(float)
+    if jnp.finfo(fine).bits > jnp.finfo(now).bits:
+        raise ValueError(
+            f"this {type(estimator).__name__} was fitted in {fine}, and JAX would make "
+            f"it {now}: switch double precision on with "
+            "jax.config.update('jax_enable_x64', True), or fit again")
+    return predicted(estimator.posterior_, estimator.X_scaler_.apply(X))
 
 # %% ../nbs/34_estimators.ipynb #c017
 class GPRegressor(RegressorMixin, GPEstimator):
@@ -202,12 +220,9 @@ class GPRegressor(RegressorMixin, GPEstimator):
 
     def predict(self, X, return_std=False):
         "The mean at each row of X, and the standard deviation of a new observation."
-        check_is_fitted(self)
-        X = checked(self, X, reset=False)
-        moments = predicted(self.posterior_, self.X_scaler_.apply(X))
-        columns = np.shape(self.y_scaler_.mean)
-        moments = (moment.reshape(len(X), *columns) for moment in moments)
-        mean, var = self.y_scaler_.invert_moments(*moments)
+        standard, columns = moments(self, X), np.shape(self.y_scaler_.mean)
+        standard = (moment.reshape(-1, *columns) for moment in standard)
+        mean, var = self.y_scaler_.invert_moments(*standard)
         return (mean, np.sqrt(var)) if return_std else mean
 
     def _kernel(self, num_dims):
@@ -242,9 +257,7 @@ class GPClassifier(ClassifierMixin, GPEstimator):
 
     def predict_proba(self, X):
         "The probability of each class in each row, (S, C)."
-        check_is_fitted(self)
-        X = checked(self, X, reset=False)
-        p, _ = predicted(self.posterior_, self.X_scaler_.apply(X))
+        p, _ = moments(self, X)
         p = np.stack([1 - p, p], axis=1) if p.ndim == 1 else p
         return p / p.sum(axis=1, keepdims=True)
 

@@ -448,14 +448,14 @@ def _best_of(climb, approx, source, key, restarts, steps, tolerance):
         start = _start(k, approx, before, end, seed, inputs)
         try:
             result = climb(start)
-        except FloatingPointError as error:
+        except why.NotFinite as error:
             ends, failed = [*ends, np.nan], error
             continue
         values = result.history.objective
         ends.append(values[-(len(values) // 4) if noisy else -1:].mean())
         if ends[-1] == np.nanmax(ends):
             best, before = result, start
-        if result.message == why.REASONS[why.INTERRUPTED]:
+        if result.message in (why.REASONS[why.INTERRUPTED], why.REASONS[why.STOPPED]):
             return best._replace(restarts=np.array(ends))
     if best is None:
         raise failed
@@ -498,7 +498,7 @@ def fit(
     devices: list | None = None,  # Devices that share the rows, such as jax.devices()
     resume: Fit | None = None,  # What such a call returned, to go on from there
     checkpoint=None,  # A folder for states, to go on from the last one in it
-    callback: Callable | None = None,  # callback(approx, steps, seconds); True ends it
+    callback: Callable | None = None,  # callback(approx, steps, seconds); True ends all
     every: int = 500,  # Steps from one callback and checkpoint to the next
     tolerance: float = 1e-9,  # Relative change that counts as settled, @eq-stopping
     progress: bool | None = None,  # Whether to show a bar; None does so in terminals

@@ -25,7 +25,7 @@ from jax.lax import erfc, stop_gradient
 from jax.scipy.special import gammaln, log_ndtr, ndtr
 from jaxtyping import Array
 from numpyro.distributions import constraints
-from scipy.special import ndtri
+from scipy.special import betaln, ndtri
 
 from .data import from_table
 from .gaussians import gauss_hermite, log_expectation
@@ -778,18 +778,21 @@ def concave_bump(
     slope = jax.grad(lambda f: jnp.sum(log_factor(f)))
 
     def step(state):
-        f, low, high, _, count = state
+        f, low, high, last, _, count = state
         g, curvature = jax.jvp(slope, (f,), (jnp.ones_like(f),))
         h, width = f - mean - var * g, 1 / jnp.sqrt(1 - var * curvature)
         low, high = jnp.where(h < 0, f, low), jnp.where(h < 0, high, f)
         new = f - h * width**2  # Newton's, for @eq-concave-mode
-        new = jnp.where((low <= new) & (new <= high), new, 0.5 * (low + high))
-        return new, low, high, width, jnp.where(
-            jnp.any(jnp.abs(new - f) > 1e-3 * jnp.sqrt(var) * width), count + 1, most)
+        there = jnp.abs(new - f) <= 1e-3 * jnp.sqrt(var) * width
+        shrinks = (low <= new) & (new <= high) & (2 * jnp.abs(new - f) <= last)
+        new = jnp.where(there | shrinks, new, 0.5 * (low + high))
+        count = jnp.where(jnp.all(there), most, count + 1)
+        return new, low, high, jnp.abs(new - f), width, count
 
     other = mean + var * slope(mean)
-    start = mean, jnp.minimum(mean, other), jnp.maximum(mean, other), 0 * mean, 0
-    f, _, _, width, _ = jax.lax.while_loop(lambda state: state[-1] < most, step, start)
+    low, high = jnp.minimum(mean, other), jnp.maximum(mean, other)
+    start = mean, low, high, jnp.full_like(mean, jnp.inf), 0 * mean, 0
+    f, *_, width, _ = jax.lax.while_loop(lambda state: state[-1] < most, step, start)
     return (f - mean) / jnp.sqrt(var), width
 
 
@@ -1077,10 +1080,10 @@ def double_exponential_rule(
 
 
 def student_constant(likelihood):
-    "log C, @eq-student."
+    "log C, @eq-student; the beta function is right where gamma functions cancel."
     df = likelihood.df
-    log_gammas = math.lgamma((df + 1) / 2) - math.lgamma(df / 2)
-    return log_gammas - 0.5 * math.log(df * math.pi) - jnp.log(likelihood.scale)
+    log_beta = float(betaln(df / 2, 0.5))
+    return -log_beta - 0.5 * math.log(df) - jnp.log(likelihood.scale)
 
 
 def student_variance(likelihood):

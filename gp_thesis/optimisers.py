@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['REASONS', 'RUNNING', 'TAKEN', 'SETTLED', 'FLAT', 'NOT_FINITE', 'STOPPED', 'RAN_OUT', 'INTERRUPTED', 'NO_BETTER',
            'WALLED', 'PAIRS', 'FIRST_STEP', 'REACH', 'FIRST_LOOK', 'ROOT', 'FARTHEST', 'WINDOW', 'loss_and_gradient',
-           'end_to_end', 'cut_like', 'positive_entries', 'slope_in_units', 'steepness', 'lbfgs', 'not_finite',
-           'failure', 'State', 'initial_state', 'descend']
+           'end_to_end', 'cut_like', 'positive_entries', 'slope_in_units', 'steepness', 'lbfgs', 'NotFinite',
+           'not_finite', 'failure', 'State', 'initial_state', 'descend']
 
 # %% ../nbs/08_optimisers.ipynb #a004
 from collections.abc import Callable
@@ -114,6 +114,7 @@ class _Search:
         self.trial = self.point = None    # place, value and gradient, if finite
         self.met = self.walled = self.flat = False  # a wall now, before; no slope left
         self.count, self.ended = -1, False          # of steps; whether `step` said so
+        self.raised = None                          # by what looks on
 
     def evaluate(self, v):
         self.trial = None
@@ -135,7 +136,12 @@ class _Search:
         self.count += 1
         place, value, gradient = self.trial
         self.flat = slope_in_units(gradient, place) <= self.tolerance
-        if self.record(place, value) or self.flat:
+        enough = False
+        try:
+            enough = self.record(place, value)
+        except StopIteration as error:                # means something else to SciPy
+            self.raised = error
+        if enough or self.flat or self.raised:
             self.end()
 
     def end(self):
@@ -220,6 +226,8 @@ def lbfgs(
             more = more and (search.grown or promising)
     except StopIteration:
         pass
+    if search.raised:
+        raise search.raised
     if search.point is None:
         return NOT_FINITE
     if search.flat:
@@ -229,14 +237,18 @@ def lbfgs(
     return TAKEN if result.status == 1 else NO_BETTER
 
 # %% ../nbs/08_optimisers.ipynb #a014c
+class NotFinite(FloatingPointError):
+    "What `fit` raises where the objective is no number; a callback raises its own."
+
+
 def not_finite(
     steps,  # After how many steps, a number or in words
     last: float | None,  # The last finite objective, if one is known
     cause: Exception | None = None,  # What the objective raised, if it did
-) -> FloatingPointError:
+) -> NotFinite:
     "The error for an objective that is no number."
     said = str(cause).split("EquinoxRuntimeError: ")[-1].split("\n\n")[0]
-    return FloatingPointError(
+    return NotFinite(
         f"fit: the objective or its gradient is not finite after {steps} steps"
         + ("" if cause is None else f" ({said})") + ". "
         + ("" if last is None else f"The last finite objective was {last:.6g}. ")
@@ -249,7 +261,7 @@ def failure(
     objective: list,  # Values before that, if there are any
     loss: Callable,  # That which is not finite
     *arguments,  # Where it is not
-) -> FloatingPointError:
+) -> NotFinite:
     "The error, with what the loss says where a failed factorisation is an error."
     cause = None
     try:

@@ -35,6 +35,18 @@ def test_two_classes_of_any_name():
     assert np.allclose(p[:, 1], classifier.result_.approx.posterior(standard).predict_y(standard)[0])
 
 
+def test_a_column_of_ones_does_not_end_at_chance():
+    "Hyperparameters that moved while q knew nothing ended at a kernel without variance, where the bound is N log ½."
+    random = np.random.default_rng(0)
+    random.dirichlet(np.ones(4), size=120)
+    x = random.uniform(-2, 2, 120)
+    y = np.sin(3 * x) + 0.3 * random.normal(size=120) > 0
+    ends = [GPClassifier(random_state=0).fit(X[:60], y[:60]) for X in (x[:, None], np.c_[x, np.ones(120)])]
+    alone, beside = (end.result_.history.objective[-1] for end in ends)
+    assert np.isclose(alone, beside, atol=0.01) and beside > 60 * np.log(0.5) + 15
+    assert ends[1].method_ == "vgp" and ends[1].score(np.c_[x, np.ones(120)][60:], y[60:]) > 0.9
+
+
 def test_inducing_points_for_two_classes_and_for_three():
     few = GPClassifier(gpt.RBF([0.7, 3.0]), method="svgp", num_inducing=30, max_iter=20, random_state=0).fit(X, y)
     assert few.method_ == "svgp" and np.abs(few.predict_proba(X)[:, 1] - truth).mean() < 0.12

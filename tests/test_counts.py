@@ -116,6 +116,16 @@ def test_the_one_mode_is_found_from_far_away(likelihood, y, log_density):
         assert np.isclose(ours[n], logsumexp(values) + np.log((e[1] - e[0]) / np.sqrt(2 * np.pi)), rtol=1e-4, atol=5e-3)
 
 
+@pytest.mark.parametrize("trials,mean,var", [(1000, -4.0, 1.0), (1000, -3.0, 1.0), (50, -4.0, 1.0), (10, -10.0, 9.0), (10, -50.0, 9.0)])
+def test_the_one_mode_is_found_between_two_flat_sides(trials, mean, var):
+    # Newton's step from either side leads to the other, so that without halving it goes to and fro.
+    for sign, y in ((1.0, float(trials)), (-1.0, 0.0)):
+        ours = ask(Binomial(trials, "logit"), "predictive_log_density", sign * mean, var, y)
+        f = mean + np.sqrt(var) * np.linspace(-20, 20, 400_001)
+        exact = logsumexp(trials * log_expit(f) + norm.logpdf(f, mean, np.sqrt(var))) + np.log(f[1] - f[0])
+        assert np.isclose(ours, exact, atol=2e-3)
+
+
 @pytest.mark.parametrize("name", ["negative binomial", "ordinal"])
 def test_slopes_in_parameters_of_concave_likelihoods(name):
     likelihood, _, _, y = ONE[name]

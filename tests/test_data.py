@@ -1111,6 +1111,23 @@ def test_standardise_moments_and_constant_columns():
     assert data.standardise([1, 2, 3])[0].dtype == np.float64
 
 
+@pytest.mark.parametrize("dtype, rows, scale", [("float16", 5000, 300.0), ("float32", 1_000_000, 5.0), ("float32", 100, 1e25), ("float32", 100, 1e-25)])
+def test_standardise_sums_in_double_precision(dtype, rows, scale):
+    "Sums over a million rows round in float32, and squares overflow or vanish."
+    X = (scale * (400 * (rows == 1_000_000) + np.random.default_rng(0).normal(size=(rows, 2)))).astype(dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Xs, scaler = data.standardise(X)
+    assert Xs.dtype == dtype == scaler.scale.dtype == scaler.mean.dtype
+    rounding = 4 * np.finfo(dtype).eps * np.abs(X).max() / scale
+    assert np.allclose(Xs.mean(axis=0, dtype=float), 0, atol=rounding) and np.allclose(Xs.std(axis=0, dtype=float), 1, rtol=2e-3)
+
+
+def test_standardise_refuses_numbers_whose_squares_overflow():
+    with pytest.raises(ValueError, match="too large for their squares"):
+        data.standardise(1e200 * np.arange(5.0))
+
+
 @pytest.mark.parametrize("X", [np.zeros((0, 2)), [1.0, np.nan], [[np.inf]], 1.0, np.zeros((1, 1, 1))])
 def test_standardise_bad_input(X):
     with pytest.raises(ValueError, match="X has shape"):

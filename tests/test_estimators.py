@@ -1,8 +1,10 @@
 "GPRegressor keeps scikit-learn's rules, gives the predictions of its hyperparameters, and chooses its method by size."
+import pickle
 import subprocess
 import sys
 import warnings
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -153,6 +155,16 @@ def test_tables_are_taken_and_columns_without_numbers_are_named(regressor):
                 estimator.fit(table.assign(c=column), np.arange(40) % 2)
         with pytest.raises(ValueError, match="column 'c'"):
             fitted.predict(table.assign(c=column))
+
+
+def test_another_precision_is_said(regressor):
+    restored = pickle.loads(pickle.dumps(regressor))
+    assert np.array_equal(restored.predict(Xs), regressor.predict(Xs))
+    with jax.enable_x64(False):
+        with pytest.raises(ValueError, match="GPRegressor was fitted in float64, and JAX would make it float32: .*jax_enable_x64"):
+            pickle.loads(pickle.dumps(regressor)).predict(Xs)
+        single = GPRegressor(max_iter=5).fit(X, y)
+    assert np.isfinite(single.predict(Xs)).all()
 
 
 def test_a_fit_that_ends_early_says_so():

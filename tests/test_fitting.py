@@ -429,6 +429,20 @@ def test_other_answers_do_not_end_the_fit_and_errors_come_through(line, data):
             fit(line, data, optimiser=optimiser, callback=fails)
 
 
+@pytest.mark.parametrize("step", [0, 2])
+def test_stop_iteration_of_a_callback_is_an_error_like_others(line, data, step):
+    def runs_out(approx, steps, seconds):
+        seen.append(steps)
+        if steps == step:
+            raise StopIteration("mine")
+
+    for optimiser in OPTIMISERS.values():
+        seen = []
+        with pytest.raises(StopIteration, match="mine"):
+            fit(line, data, optimiser=optimiser, callback=runs_out, every=1)
+        assert seen[-1] == step == max(seen)
+
+
 def test_optax_transformations_get_trees_with_the_structure_of_the_approximation(line, data):
     partly = Line(line.weights, freeze(Gaussian(0.25)))
 
@@ -892,6 +906,24 @@ def test_a_start_that_fails_does_not_end_the_run(data):
     assert f"but for {failed.sum()} that failed" in repr(result)
     with pytest.raises(FloatingPointError, match="not finite after 0 steps"):
         fails(-60.0)
+
+
+def test_a_callback_of_several_starts_ends_them_all_and_its_errors_are_its_own(data):
+    settings = dict(restarts=3, key=jax.random.key(0), every=1, progress=False)
+    hills, seen = Hills(positive(np.exp(-2.0))), []
+
+    def enough(approx, steps, seconds):
+        seen.append(steps)
+        return seen.count(0) == 2 and steps == 2
+
+    ended = fit(hills, data, callback=enough, **settings)
+    assert len(ended.restarts) == 2 == seen.count(0) and ended.history.objective[-1] == ended.restarts.max()
+
+    def fails(approx, steps, seconds):
+        raise FloatingPointError("mine")
+
+    with pytest.raises(FloatingPointError, match="mine"):
+        fit(hills, data, callback=fails, **settings)
 
 
 @pytest.mark.parametrize("optimiser", ["lbfgs", ADAM], ids=["scipy", "adam"])

@@ -474,6 +474,11 @@ def test_two_derivatives_are_finite_far_out(likelihood, ys, dtype):
     assert all(moment.dtype == dtype for moment in ask(likelihood, "predict_mean_and_var", mean, var))
 
 
+@pytest.mark.parametrize("df", [1e6, 1e9, 1e13, 1e16])
+def test_the_gaussian_is_the_limit_of_students_t(df):
+    assert np.isclose(ask(unwrap(StudentT(0.7, df)), "log_density", 0.3, 0.9), norm.logpdf(0.9, 0.3, 0.7), rtol=2 / df + 1e-12)
+
+
 @pytest.mark.parametrize("case", ["poisson 7", "gamma", "student"])
 def test_entry_by_entry_over_outputs_and_under_vmap(case):
     likelihood, _, _, y = ONE[case]
