@@ -865,7 +865,7 @@ def standardise(
         raise ValueError(f"X has shape {X.shape}; "
                          "accepted: (N, D) or (N,) with N > 0, all entries finite")
     constant = X.max(axis=0) == X.min(axis=0)
-    wide = np.promote_types(X.dtype, float)  # sums over many rows round, squares overflow
+    wide = np.promote_types(X.dtype, float)  # sums round and squares overflow
     with np.errstate(over="ignore", invalid="ignore"):
         mean, deviation = X.mean(axis=0, dtype=wide), X.std(axis=0, dtype=wide)
     mean = np.where(constant, X[0], mean).astype(X.dtype)  # an entry is not rounded

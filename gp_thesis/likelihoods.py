@@ -795,7 +795,7 @@ def concave_bump(
     f, *_, width, _ = jax.lax.while_loop(lambda state: state[-1] < most, step, start)
     return (f - mean) / jnp.sqrt(var), width
 
-
+# %% ../nbs/11_likelihoods.ipynb #b001c
 class LogConcave(Likelihood):
     "Likelihoods whose log p(y | f) is concave in f: nodes stand about the one mode."
 

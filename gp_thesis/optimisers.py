@@ -114,7 +114,6 @@ class _Search:
         self.trial = self.point = None    # place, value and gradient, if finite
         self.met = self.walled = self.flat = False  # a wall now, before; no slope left
         self.count, self.ended = -1, False          # of steps; whether `step` said so
-        self.raised = None                          # by what looks on
 
     def evaluate(self, v):
         self.trial = None
@@ -136,12 +135,7 @@ class _Search:
         self.count += 1
         place, value, gradient = self.trial
         self.flat = slope_in_units(gradient, place) <= self.tolerance
-        enough = False
-        try:
-            enough = self.record(place, value)
-        except StopIteration as error:                # means something else to SciPy
-            self.raised = error
-        if enough or self.flat or self.raised:
+        if self.record(place, value) or self.flat:
             self.end()
 
     def end(self):
@@ -196,6 +190,29 @@ def _from_here(search, steps, tolerance):
     return minimize(scaled, z / units, jac=True, method="L-BFGS-B", bounds=bounds,
                     callback=step, options=options)
 
+# %% ../nbs/08_optimisers.ipynb #a014f
+def _noting(raised, record):
+    "`record`, but SciPy does not see its StopIteration and take it for a search's own."
+    def reach(*place):
+        try:
+            return record(*place)
+        except StopIteration as error:
+            raised.append(error)
+            return True
+
+    return reach
+
+
+def _outcome(search, result):
+    "Why a search ended, an index of REASONS."
+    if search.point is None:
+        return NOT_FINITE
+    if search.flat:
+        return FLAT
+    if result.success:
+        return WALLED if search.walled else SETTLED
+    return TAKEN if result.status == 1 else NO_BETTER
+
 # %% ../nbs/08_optimisers.ipynb #a014e
 def lbfgs(
     loss: Callable,  # loss(tree, *arguments), a scalar, or not finite
@@ -211,7 +228,8 @@ def lbfgs(
     leaves = jax.tree.leaves(start)
     of_leaves = loss_and_gradient.of_arrays(1, loss, start, *arguments)
     function = lambda v: of_leaves(*cut_like(leaves, v))
-    reach = lambda v, value: record(lambda: cut_like(start, v), value)
+    raised = []
+    reach = _noting(raised, lambda v, value: record(lambda: cut_like(start, v), value))
     search = _Search(function, reach, tolerance, positive_entries(start))
     result, more = OptimizeResult(success=False, status=99), True
     try:
@@ -226,15 +244,9 @@ def lbfgs(
             more = more and (search.grown or promising)
     except StopIteration:
         pass
-    if search.raised:
-        raise search.raised
-    if search.point is None:
-        return NOT_FINITE
-    if search.flat:
-        return FLAT
-    if result.success:
-        return WALLED if search.walled else SETTLED
-    return TAKEN if result.status == 1 else NO_BETTER
+    if raised:
+        raise raised[0]
+    return _outcome(search, result)
 
 # %% ../nbs/08_optimisers.ipynb #a014c
 class NotFinite(FloatingPointError):
