@@ -258,7 +258,7 @@ def _sample_mean_field(post, key, Xs, n):
 class VGP(Approximation):
     """q(f(X)) is the posterior of made-up data, @eq-opper-archambeau. For any
     likelihood; the best of all Gaussians if its log density is concave in f. P latent
-    functions are independent. 2 N P parameters, O(P N³) time."""
+    functions are independent. O(P N³) time. To `fit`, begin at its `fixed_point`."""
     model: GP  # what is believed of f and y
     targets: Parameter     # (N,) or (N, P), made-up observations of f(X)
     precision: Parameter   # (N,) or (N, P), inverse variances of their noise
