@@ -172,6 +172,12 @@ def test_no_bracket_that_begins_a_line_of_a_formula_is_taken_for_an_option(path)
     assert not found, f"{path.name}: write {{}}[ at the beginning of a line: {found}"
 
 
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_no_name_in_code_is_all_of_a_links_text(path):
+    "nbdev makes a link of it, and of a link in a link a page shows the brackets."
+    assert not re.findall(r"\[`[^`]+`\]\([^)]*\)", "\n".join(cells(path, "markdown")))
+
+
 def test_an_eaten_bracket_is_found():
     assert EATEN.search(r"\begin{aligned} [K]_{rn} &= 1") and EATEN.search(r"a \\ [K]_{rn} &= 1")
     assert not EATEN.search(r"\begin{aligned} {}[K]_{rn} &= 1") and not EATEN.search(r"a \\[4pt] b")
